@@ -1,0 +1,247 @@
+"""The command line: ``autoshard inspect``, ``autoshard verify``, ``autoshard demo``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autoshard import MeshSpec, autoshard, verify
+from autoshard.errors import AutoshardError, message
+
+TABLES = ("axes", "params", "graph", "collectives", "passes", "memory")
+#: What ``inspect`` prints when no table is named: all but the longest.
+DEFAULT_TABLES = ("params", "collectives", "memory", "passes")
+#: Our names of the formats, and tabulate's.
+FORMATS = {"plain": "simple", "github": "github", "html": "html"}
+
+EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
+
+EPILOG = """\
+FILE.py:NAME names a function without arguments that returns a model, or a pair of a model and
+its example inputs (a dict of keyword arguments, or a tuple). NAME is `build` when left out.
+"""
+
+
+class TargetError(AutoshardError):
+    """FILE.py:NAME does not lead to a model."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (a mismatch) or 2 (an error)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except AutoshardError as error:
+        print(f"autoshard: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Compile a model for a mesh, with no process group, and print tables."""
+    mesh = MeshSpec.parse(arguments.mesh)
+    _check_rank(arguments.rank, mesh)
+    model, example_inputs = load(arguments.target)
+    sharded = autoshard(
+        model,
+        mesh,
+        example_inputs=example_inputs,
+        sequence_parallel=arguments.sequence_parallel,
+        strict=arguments.strict,
+    )
+    shown = sharded if arguments.rank is None else sharded.rank(arguments.rank)
+    if not arguments.table:
+        print(shown, end="\n\n")
+    for name in arguments.table or DEFAULT_TABLES:
+        _print_table(shown, name, FORMATS[arguments.format])
+    return EXIT_OK
+
+
+def prove(arguments: argparse.Namespace) -> int:
+    """Train a model on all ranks of a mesh in this process, and compare with the model itself."""
+    mesh = MeshSpec.parse(arguments.mesh)
+    model, example_inputs = load(arguments.target)
+    report = verify(
+        model,
+        mesh,
+        example_inputs=example_inputs,
+        steps=arguments.steps,
+        sequence_parallel=arguments.sequence_parallel,
+    )
+    print(report)
+    return EXIT_OK if report.ok else EXIT_MISMATCH
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Train a small GPT on four ranks of this machine, and on one device beside them."""
+    from autoshard.demo import run
+
+    return EXIT_OK if run(arguments.steps) else EXIT_MISMATCH
+
+
+def load(target: str) -> tuple[nn.Module, Any]:
+    """The model and example inputs (or None) that ``FILE.py:NAME`` builds. Raises TargetError."""
+    path, colon, name = target.rpartition(":")
+    if not colon:
+        path, name = target, "build"
+    built = _function(target, Path(path), name)()
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            message(
+                target,
+                f"what {name}() returned",
+                f"got {_kinds(built)}",
+                "it must be a torch.nn.Module, or a pair of one and its example inputs",
+                f"end {name}() with `return model` or `return model, {{'input_ids': ids}}`",
+            )
+        )
+    return model, inputs
+
+
+def _function(target: str, path: Path, name: str) -> Callable[[], Any]:
+    if path.suffix != ".py" or not path.is_file():
+        raise TargetError(
+            message(
+                target,
+                "the file",
+                f"got {str(path)!r}",
+                "there is no such Python file",
+                "write it as path/to/file.py:build",
+            )
+        )
+    function = getattr(_module(path), name, None)
+    if not callable(function):
+        raise TargetError(
+            message(
+                target,
+                f"the function {name}",
+                f"got {function!r}",
+                f"{path.name} defines no function of that name",
+                f"define `def {name}(): ...` in it, or name another after the colon",
+            )
+        )
+    return function
+
+
+def _module(path: Path) -> Any:
+    """Run the file as a module; it may import its neighbours, as a script does."""
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # true for every .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _kinds(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+def _check_rank(rank: int | None, mesh: MeshSpec) -> None:
+    if rank is None or 0 <= rank < mesh.world_size:
+        return
+    raise TargetError(
+        message(
+            "inspect",
+            "--rank",
+            f"got {rank}",
+            f"the mesh {mesh} has {mesh.world_size} ranks",
+            f"choose one from 0 to {mesh.world_size - 1}",
+        )
+    )
+
+
+def _print_table(sharded: Any, name: str, style: str) -> None:
+    heading = {"github": f"### {name}\n", "html": f"<h3>{name}</h3>"}.get(style, f"# {name}\n")
+    print(heading, sharded.table(name, format=style), "", sep="\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autoshard",
+        description="Compile a single-device PyTorch model for many ranks.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    command = _command(commands, "inspect", inspect)
+    _add_model(command)
+    command.add_argument(
+        "--table",
+        action="append",
+        choices=TABLES,
+        help=f"what to print; may be given several times (default: {', '.join(DEFAULT_TABLES)})",
+    )
+    command.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
+    command.add_argument("--rank", type=int, metavar="R", help="show rank R's module (default: 0)")
+    command.add_argument("--strict", action="store_true", help="refuse axes that do not divide")
+
+
+def _add_verify(commands: Any) -> None:
+    command = _command(commands, "verify", prove)
+    _add_model(command)
+    command.add_argument(
+        "--steps", type=_positive, default=2, help="optimizer steps to compare (default: 2)"
+    )
+
+
+def _add_demo(commands: Any) -> None:
+    command = _command(commands, "demo", demo)
+    command.add_argument("--steps", type=_positive, default=100, help="(default: 100)")
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int]) -> Any:
+    summary = (run.__doc__ or "").strip()
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=EPILOG if name != "demo" else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_model(command: Any) -> None:
+    command.add_argument("target", metavar="FILE.py:NAME", help="the function that builds a model")
+    command.add_argument("--mesh", required=True, help="the ranks, e.g. dp=2,tp=4")
+    command.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="do not cut the sequence over tp",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; it must be a positive integer")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Program: the one thing that passes take and return."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.axes import Axis, Dim, atoms
+from autoshard.layout import Layout
+from autoshard.mesh import SubMesh
+
+
+@dataclass
+class Parameter:
+    """A parameter or buffer of the model. ``names``: every alias in the state dict, first one canonical.
+
+    ``value`` is the model's own tensor (never copied here; on the meta device for a meta model).
+    """
+
+    names: tuple[str, ...]
+    value: torch.Tensor
+    trainable: bool
+    buffer: bool = False
+    persistent: bool = True
+    dims: tuple[Dim, ...] = ()
+    layout: Layout = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass
+class Assignment:
+    """One logical axis given to mesh sub-axes. ``priority``: who is cut when several could be."""
+
+    axis: Axis
+    mesh_axes: tuple[str, ...]
+    priority: int
+    strategy: str
+    reason: str = ""
+
+
+@dataclass
+class Conversion:
+    """A collective in the graph: what the tables show. ``numel`` is the local element count read
+    (closed form), ``saved`` whether a gradient flows back through it."""
+
+    kind: str
+    node: str
+    value: str
+    axes: tuple[str, ...]
+    why: str
+    numel: Any
+    itemsize: int
+    backward: bool
+
+
+@dataclass
+class Program:
+    """A captured graph with everything known about it.
+
+    ``graph_module`` takes parameters, buffers and constants (``values``, by placeholder name) and then
+    the inputs. ``dims[node]`` are the logical dimensions of a node's result (a list of them for several
+    results); ``layouts[node]`` its layout once partitioned.
+    """
+
+    graph_module: fx.GraphModule
+    values: dict[str, Parameter]
+    inputs: dict[str, str]  # placeholder -> the user's name of it
+    input_spec: Any
+    output_spec: pytree.TreeSpec
+    output_names: list[str]
+    loss: int | None  # which output is the loss
+    dynamic: str
+    mesh: SubMesh
+    training: bool = True
+    dims: dict[fx.Node, Any] = field(default_factory=dict)
+    typings: dict[fx.Node, Any] = field(default_factory=dict)  # what each op's rule states
+    layouts: dict[fx.Node, Any] = field(default_factory=dict)
+    assignments: list[Assignment] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
+    fallbacks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    log: list[tuple[str, str, float]] = field(default_factory=list)  # pass, what it did, seconds
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {k: p for k, p in self.values.items() if not p.buffer}
+
+    def assigned(self, mesh_axis: str) -> list[Assignment]:
+        """The assignments that use a mesh sub-axis, highest priority first."""
+        found = [a for a in self.assignments if mesh_axis in a.mesh_axes]
+        return sorted(found, key=lambda a: -a.priority)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module that a node was traced from, '' at the top."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    return path.removeprefix("L['self'].").removeprefix("model.model.") if path else ""
+
+
+def tensor_results(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors a node gives, one or several."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [v for v in value if isinstance(v, torch.Tensor)]
+    return []
+
+
+def dim_axes(dims: tuple[Dim, ...]) -> list[Axis]:
+    """Every axis of a tensor that could be cut, in order of the tensor's dimensions."""
+    return [axis for dim in dims for axis in atoms(dim)]
+
+
+def shallow(program: Program) -> Program:
+    """A copy of the program whose containers can be changed; graph and axes are shared."""
+    new = copy.copy(program)
+    for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
+        setattr(new, name, list(getattr(program, name)))
+    return new

@@ -1,0 +1,45 @@
+"""Op rules: for each family of ops, which dimensions are the same axis, what is summed, what must be
+whole. A rule never decides where to cut; `passes/partition.py` does, from what rules state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.rules import (
+    attention,
+    contraction,
+    elementwise,
+    factory,
+    indexing,
+    loss,
+    reduction,
+    view,
+)
+from autoshard.rules.core import Rule, Typer, Typing
+
+FAMILIES = (elementwise, view, contraction, reduction, indexing, attention, loss, factory)
+
+
+def _table() -> dict[str, Rule]:
+    table: dict[str, Rule] = {}
+    for family in FAMILIES:
+        for names, rule in family.RULES:
+            table.update(dict.fromkeys(names.split(), rule))
+    return table
+
+
+RULES = _table()
+
+
+def op_name(target: Any) -> str:
+    """The name rules know an op by: ``linear`` for ``aten.linear.default``."""
+    packet = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    return packet
+
+
+def rule_for(target: Any) -> Rule | None:
+    """The rule of an op; None where there is none (the op then needs everything whole)."""
+    return RULES.get(op_name(target))
+
+
+__all__ = ["RULES", "Rule", "Typer", "Typing", "op_name", "rule_for"]

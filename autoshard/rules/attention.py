@@ -1,0 +1,42 @@
+"""Scaled dot product attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoshard.rules.core import Typer, Typing, argument, broadcast, size_of, unify
+
+
+def attention(t: Typer, node: fx.Node) -> Typing:
+    """q[batch, heads, i, d], k[batch, heads, j, d], v[batch, heads, j, e], mask -> [batch, heads, i, e]"""
+    q, k, v = (t.dims(n) for n in node.args[:3])
+    mask = argument(node, 3, "attn_mask")
+    grouped = bool(argument(node, 6, "enable_gqa", False))
+    unify(q[-1], k[-1])
+    unify(k[-2], v[-2])
+    lead = broadcast([q[:-2], *([] if grouped else [k[:-2], v[:-2]])])
+    if grouped:
+        unify(k[-3], v[-3])
+        unify(q[-4] if len(q) > 3 else (), k[-4] if len(k) > 3 else ())
+        unify(q[-4] if len(q) > 3 else (), v[-4] if len(v) > 3 else ())
+        ratio = size_of(q[-3]) // size_of(k[-3])
+        from autoshard.rules.core import fresh
+
+        unify(q[-3], (*k[-3], *fresh(ratio)))
+    out = (*lead, q[-2], v[-1])
+    whole = [k[-2], q[-1]]
+    if isinstance(mask, fx.Node):
+        broadcast([t.dims(mask)[:-1], out[:-1]])
+        if t.dims(mask)[-1]:
+            unify(t.dims(mask)[-1], k[-2])
+    for axes, role in ((q[-3] if len(q) > 2 else (), "heads"), (q[-2], "sequence")):
+        for axis in axes:
+            axis.role = role
+    dropout = argument(node, 4, "dropout_p", 0.0)
+    flops = 2 * size_of(sum(out[:-1], ())) * size_of(k[-2]) * (size_of(q[-1]) + size_of(v[-1]))
+    return Typing(out, whole=whole, random=bool(dropout), flops=flops)
+
+
+RULES: list[Any] = [("scaled_dot_product_attention", attention)]

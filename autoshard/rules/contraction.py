@@ -1,0 +1,143 @@
+"""Matrix products, einsum and convolutions: two operands, a sum over what they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, broadcast, fresh, size_of, unify
+
+aten = torch.ops.aten
+
+
+def _flops(*dims: Dim) -> Any:
+    return 2 * size_of(sum(dims, ()))
+
+
+def linear(t: Typer, node: fx.Node) -> Typing:
+    """x[..., i], weight[o, i], bias[o] -> [..., o]"""
+    x, weight = t.dims(node.args[0]), t.dims(node.args[1])
+    unify(x[-1], weight[1])
+    out = (*x[:-1], weight[0])
+    if argument(node, 2, "bias") is not None:
+        unify(t.dims(argument(node, 2, "bias"))[0], weight[0])
+    return Typing(out, summed=[x[-1]], localize=_linear, flops=_flops(*out, x[-1]))
+
+
+def _linear(local: Any) -> Any:
+    """A bias is added once: after the sum, where the contracted axis is cut."""
+    bias = argument(local.node, 2, "bias")
+    if bias is None or not local.summed_cut():
+        return local.default()
+    product = local.emit(aten.linear.default, local.value(0), local.value(1))
+    return local.then_add(product, bias)
+
+
+def addmm(t: Typer, node: fx.Node) -> Typing:
+    """bias[n], a[m, k], b[k, n] -> [m, n]"""
+    bias, a, b = (t.dims(n) for n in node.args[:3])
+    unify(a[1], b[0])
+    out = broadcast([(a[0], b[1]), bias])
+    return Typing(out, summed=[a[1]], localize=_addmm, flops=_flops(*out, a[1]))
+
+
+def _addmm(local: Any) -> Any:
+    if not local.summed_cut():
+        return local.default()
+    product = local.emit(aten.mm.default, local.value(1), local.value(2))
+    return local.then_add(product, local.node.args[0])
+
+
+def matmul(t: Typer, node: fx.Node) -> Typing:
+    """[..., m, k] @ [..., k, n], batch dimensions broadcast; vectors as in torch.matmul"""
+    a, b = t.dims(node.args[0]), t.dims(node.args[1])
+    inner_b = b[-2] if len(b) > 1 else b[0]
+    unify(a[-1], inner_b)
+    batch = broadcast([a[:-2], b[:-2]])
+    out = (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+    return Typing(out, summed=[a[-1]], flops=_flops(*out, a[-1]), linear="one")
+
+
+def einsum(t: Typer, node: fx.Node) -> Typing:
+    """Any einsum without an ellipsis."""
+    equation, inputs = node.args[0].replace(" ", ""), node.args[1]
+    left, _, right = equation.partition("->")
+    named: dict[str, Dim] = {}
+    for letters, operand in zip(left.split(","), inputs, strict=True):
+        for letter, dim in zip(letters, t.dims(operand), strict=True):
+            if letter in named and named[letter] and dim:
+                unify(named[letter], dim)
+            named[letter] = named.get(letter) or dim
+    summed = [dim for letter, dim in named.items() if letter not in right]
+    out = tuple(named[letter] for letter in right)
+    return Typing(out, summed=summed, flops=_flops(*out, *summed), linear="one")
+
+
+def grouped_mm(t: Typer, node: fx.Node) -> Typing:
+    """x[tokens, k], weight[experts, k, n], offsets[experts] -> [tokens, n]"""
+    x, weight = t.dims(node.args[0]), t.dims(node.args[1])
+    offsets = argument(node, 2, "offs")
+    unify(x[-1], weight[-2])
+    whole = [x[0], weight[0]]
+    if isinstance(offsets, fx.Node):
+        whole.append(t.dims(offsets)[0])
+    out = (x[0], weight[-1])
+    return Typing(out, summed=[x[-1]], whole=whole, flops=_flops(*out, x[-1]))
+
+
+def convolution(t: Typer, node: fx.Node) -> Typing:
+    """x[n, c, space...], weight[o, c/groups, kernel...] -> [n, o, space...]"""
+    x, weight = t.dims(node.args[0]), t.dims(node.args[1])
+    bias = argument(node, 2, "bias")
+    by_position = 8 if "convolution" in str(node.target) else 6
+    groups = argument(node, by_position, "groups", 1)
+    shape = t.shape(node.meta["val"])
+    space: Dims = tuple(fresh(s) for s in shape[2:])
+    if bias is not None:
+        unify(t.dims(bias)[0], weight[0])
+    whole = [*x[2:], *weight[2:]]
+    if groups == 1:
+        unify(x[1], weight[1])
+        out = (x[0], weight[0], *space)
+        flops = _flops(*out, x[1], *weight[2:])
+        return Typing(out, summed=[x[1]], whole=whole, localize=_convolution, flops=flops)
+    if isinstance(size_of(x[1]), int) and groups == size_of(x[1]) == size_of(weight[0]):
+        unify(x[1], weight[0])
+        return Typing((x[0], weight[0], *space), whole=whole, localize=_depthwise(weight[0], by_position))
+    return Typing((x[0], weight[0], *space), whole=[*whole, x[1], weight[0], weight[1]])
+
+
+def _convolution(local: Any) -> Any:
+    bias = argument(local.node, 2, "bias")
+    if bias is None or not local.summed_cut():
+        return local.default()
+    args = [local.mapped(a) for a in local.node.args]
+    args[2] = None
+    product = local.emit(local.node.target, *args, **local.node.kwargs)
+    rank = local.node.meta["val"].ndim - 2
+    return local.then_add(product, bias, (-1, *([1] * rank)))
+
+
+def _depthwise(channels: Dim, position: int) -> Any:
+    def localize(local: Any) -> Any:
+        args = [local.mapped(a) for a in local.node.args]
+        kwargs = dict(local.node.kwargs)
+        if len(args) > position:
+            args[position] = local.size(channels)
+        else:
+            kwargs["groups"] = local.size(channels)
+        return local.emit(local.node.target, *args, **kwargs)
+
+    return localize
+
+
+RULES = [
+    ("linear", linear),
+    ("addmm", addmm),
+    ("matmul mm bmm mv dot", matmul),
+    ("einsum", einsum),
+    ("_grouped_mm grouped_mm grouped_mm_fallback", grouped_mm),
+    ("conv1d conv2d conv3d convolution", convolution),
+]

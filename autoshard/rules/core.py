@@ -1,0 +1,104 @@
+"""What a rule sees (`Typer`) and what it states (`Typing`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.axes import Axis, Dim, axis_dim, size_of, unify
+
+Dims = tuple[Dim, ...]
+
+
+@dataclass
+class Typing:
+    """What one op says of the axes of its operands and results.
+
+    out: dims of the result, or a list of dims for several results.
+    whole: dimensions that must not be cut in this op.
+    summed: dimensions contracted away: cut, they leave a partial sum.
+    fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
+    linear: ``"all"``: a partial sum passes when every operand is one; ``"one"``: when one operand is.
+    localize: writes the local form of the op; see `passes.partition.Local`. None: the op as it is.
+    shapes: argument positions that hold result shapes.
+    random: draws random numbers.
+    """
+
+    out: Any
+    whole: list[Dim] = field(default_factory=list)
+    summed: list[Dim] = field(default_factory=list)
+    fresh: list[Dim] = field(default_factory=list)
+    linear: str = ""
+    localize: Callable[..., Any] | None = None
+    shapes: int | None = None
+    random: bool = False
+    flops: Any = 0
+
+
+Rule = Callable[["Typer", fx.Node], Typing]
+
+
+class Typer:
+    """Axes of the graph so far: what a rule asks."""
+
+    def __init__(self, dims: dict[fx.Node, Any], size: Callable[[Any], Any]):
+        self._dims, self._size = dims, size
+
+    def dims(self, node: fx.Node) -> Dims:
+        return self._dims[node]
+
+    def shape(self, value: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(self._size(s) for s in value.shape)
+
+    def new(self, value: torch.Tensor) -> Dims:
+        """Fresh dimensions for a tensor."""
+        return tuple(axis_dim(s) for s in self.shape(value))
+
+    def results(self, node: fx.Node) -> list[torch.Tensor]:
+        value = node.meta["val"]
+        return [value] if isinstance(value, torch.Tensor) else list(value)
+
+    def size(self, value: Any) -> Any:
+        return self._size(value)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in order, each once."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def is_tensor(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), torch.Tensor)
+
+
+def broadcast(dims: list[Dims]) -> Dims:
+    """The dims of a broadcast result; dimensions that meet are unified."""
+    rank = max((len(d) for d in dims), default=0)
+    out: list[Dim] = []
+    for position in range(-rank, 0):
+        met = [d[position] for d in dims if len(d) >= -position and d[position]]
+        for other in met[1:]:
+            unify(met[0], other)
+        out.append(met[0] if met else ())
+    return tuple(out)
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a node, given by position or name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def fresh(size: Any) -> Dim:
+    return axis_dim(size)
+
+
+__all__ = [
+    "Axis", "Dim", "Dims", "Rule", "Typer", "Typing", "argument", "broadcast", "fresh", "is_tensor",
+    "operands", "size_of", "unify",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""What emitted modules need while they run."""

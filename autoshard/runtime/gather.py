@@ -1,0 +1,106 @@
+"""From local slices to whole tensors, and norms that count every element once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoshard.axes import Axis, Dim, atoms, leaves
+from autoshard.layout import R, local_indices
+from autoshard.mesh import SubMesh
+from autoshard.program import Parameter
+
+Piece = tuple[int, int, int, tuple[str, ...]]  # dim, start, length, mesh axes
+
+
+def _concatenated(parameter: Parameter) -> int | None:
+    """The dimension whose parts are cut differently, if there is one."""
+    for at, dim in enumerate(parameter.dims):
+        for axis in leaves(dim):
+            if axis.parts is None or leaves(dim)[0] is not axis:
+                continue
+            for state in parameter.layout.values():
+                if isinstance(state, Axis) and state in set(atoms(dim)):
+                    if any(state not in set(atoms(p)) for p in axis.parts):
+                        return at
+    return None
+
+
+def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, tuple[str, ...]]]:
+    """Runs of a local parameter, each with the mesh axes over which its gradient is summed and those
+    on which it is cut: ``((dim, start, length, summed), cut)``."""
+    replicated = tuple(m for m, s in parameter.layout.items() if s == R)
+    cut = tuple(m for m, s in parameter.layout.items() if isinstance(s, Axis))
+    at = _concatenated(parameter)
+    if at is None:
+        length = -1 if not parameter.dims else 0
+        return [((0, 0, length, replicated), cut)]
+    out, start = [], 0
+    axes = leaves(parameter.dims[at])
+    for part in axes[0].parts or ():
+        dim: Dim = (*part, *axes[1:])
+        length = len(local_indices(dim, parameter.layout, mesh, rank))
+        own = {id(a) for i, d in enumerate(parameter.dims) for a in atoms(d if i != at else dim)}
+        here = tuple(m for m in cut if id(parameter.layout[m]) in own)
+        summed = tuple(m for m in mesh.axes if m in replicated or (m in cut and m not in here))
+        out.append(((at, start, length, summed), here))
+        start += length
+    return out
+
+
+def reductions(parameter: Parameter, mesh: SubMesh, rank: int = 0) -> list[Piece]:
+    """What must be summed over ranks of this parameter's gradient."""
+    if not parameter.trainable:
+        return []
+    return [p for p, _ in pieces(parameter, mesh, rank) if p[3]]
+
+
+def view_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The run of a local tensor that a piece names."""
+    at, start, length, _ = piece
+    return tensor if length <= 0 and start == 0 else tensor.narrow(at, start, length)
+
+
+def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -> torch.Tensor:
+    """A whole tensor of zeros with this rank's part in it, where this rank is the first to hold it:
+    the sum over all ranks is the whole parameter."""
+    kept = torch.zeros_like(local)
+    coordinate = mesh.coordinate(rank)
+    for piece, cut in pieces(parameter, mesh, rank):
+        if all(coordinate[m] == 0 for m in mesh.axes if m not in cut):
+            view_of(kept, piece).copy_(view_of(local, piece))
+    shape = list(local.shape)
+    for at, dim in enumerate(parameter.dims):
+        wanted = local_indices(dim, parameter.layout, mesh, rank).to(local.device)
+        shape[at] = math.prod(a.size for a in leaves(dim))
+        kept = local.new_zeros(shape).index_copy_(at, wanted, kept)
+    return kept
+
+
+def squared_norm(module: Any) -> torch.Tensor:
+    """This rank's share of the squared gradient norm: the sum over all ranks is that of the model."""
+    mesh = module.program.mesh
+    shares, device = [], None
+    for key, parameter in module.program.parameters().items():
+        tensor = module.tensor(key)
+        device = device or tensor.device
+        if tensor.grad is None:
+            continue
+        for piece, cut in pieces(parameter, mesh, module.rank_index):
+            copies = math.prod(mesh.size(m) for m in mesh.axes if m not in cut)
+            square = torch.linalg.vector_norm(view_of(tensor.grad, piece)) ** 2
+            shares.append(square / copies)
+    if not shares:
+        return torch.zeros((), device=device)
+    return torch.stack(shares).sum()
+
+
+def scale_gradients(module: Any, norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply every gradient by max_norm / norm where that is below one."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for key in module.program.parameters():
+        grad = module.tensor(key).grad
+        if grad is not None:
+            grad.mul_(factor.to(grad.dtype))

@@ -1,0 +1,117 @@
+"""All ranks in one process: the emitted graph run node by node for every rank, in lockstep.
+
+Collectives act on the ranks' tensors directly, with the backward of `collectives.KINDS`; nothing is padded or
+sent, which makes this an oracle for the real ones. One autograd graph spans all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard import collectives
+from autoshard.collectives import KINDS, PRIMITIVES, Link
+from autoshard.emit import LINKED
+from autoshard.mesh import SubMesh
+from autoshard.runtime import rng
+
+
+class _Lockstep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: str, links: list[Link], dim: int, sizes: list[int], *xs: torch.Tensor) -> Any:
+        ctx.call = kind, links, dim, sizes
+        return tuple(_primitive(KINDS[kind][0], links, dim, sizes, list(xs)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        kind, links, dim, sizes = ctx.call
+        return None, None, None, None, *_primitive(KINDS[kind][1], links, dim, sizes, list(grads))
+
+
+def _primitive(name: str, links: list[Link], dim: int, sizes: list[int], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    if name == "gather":
+        return [torch.cat(xs, dim) for _ in xs]
+    if name in ("sum", "scatter_sum"):
+        total = torch.stack(xs).sum(0)
+        if name == "sum":
+            return [total.clone() for _ in xs]
+        return [PRIMITIVES["slice"](total, link, dim, size).clone() for link, size in zip(links, sizes, strict=True)]
+    return [PRIMITIVES[name](x, link, dim, s).clone() for x, link, s in zip(xs, links, sizes, strict=True)]
+
+
+def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list[Any]:
+    """Run a graph on all ranks. ``arguments[rank]``: the graph's arguments. Gives each rank's results."""
+    ranks = range(len(arguments))
+    env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
+    remaining = [iter(a) for a in arguments]
+    last_use = _last_uses(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            for r in ranks:
+                env[r][node] = next(remaining[r])
+        elif node.op == "output":
+            return [fx.map_arg(node.args[0], lambda n, r=r: env[r][n]) for r in ranks]
+        else:
+            for r, value in enumerate(_run(node, mesh, env)):
+                env[r][node] = value
+        for dead in last_use.get(node, ()):
+            for r in ranks:
+                env[r].pop(dead, None)
+    raise AssertionError("a graph without output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        if node.op != "output":
+            out.setdefault(node, []).append(used)
+    return out
+
+
+def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]]) -> list[Any]:
+    calls = [fx.map_arg((node.args, node.kwargs), lambda n, e=e: e[n]) for e in env]
+    if node.target in LINKED and node.args[1]:
+        axes = node.args[1]
+        links = [Link(axes, "", mesh.size(axes), mesh.index(r, axes)) for r in range(len(env))]
+        if node.target in collectives.LOCAL:
+            return [node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)]
+        if node.target is rng.draw:
+            return _in_step(node, [((a[0], link, *a[2:]), k) for (a, k), link in zip(calls, links, strict=True)])
+        return _collective(node, mesh, axes, links, [args for args, _ in calls])
+    if node.target is rng.draw:
+        return _in_step(node, calls)
+    return [node.target(*args, **kwargs) for args, kwargs in calls]
+
+
+def _in_step(node: fx.Node, calls: list[Any]) -> list[Any]:
+    """Every rank sees the common random stream in the same state."""
+    state, out = torch.get_rng_state(), []
+    for args, kwargs in calls:
+        torch.set_rng_state(state)
+        out.append(node.target(*args, **kwargs))
+    return out
+
+
+def _collective(node: fx.Node, mesh: SubMesh, axes: tuple[str, ...], links: list[Link], calls: list[Any]) -> list[Any]:
+    out: list[Any] = [None] * len(calls)
+    for first in range(len(calls)):
+        if out[first] is not None:
+            continue
+        group = mesh.peers(first, axes)
+        xs = [calls[r][0] for r in group]
+        if node.target is collectives.all_reduce_max:
+            peak = torch.stack([x.detach() for x in xs]).amax(0)
+            results: Any = [peak.clone() for _ in xs]
+        else:
+            kind = collectives.CONVERSIONS[node.target]
+            sizes = [calls[r][3] for r in group]
+            results = _Lockstep.apply(kind, [links[r] for r in group], calls[first][2], sizes, *xs)
+        for r, result in zip(group, results, strict=True):
+            out[r] = result
+    return out

@@ -1,0 +1,186 @@
+"""canonicalize: one form for each thing, and nothing that computes nothing.
+
+Requires: a captured graph. Gives: no assertions, aliases, no-op casts or inactive dropouts; masks that are
+causal or full for every size replaced by ``is_causal`` or dropped; scaled additions of products written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.chain import Pass
+from autoshard.infer import expression
+from autoshard.program import Program, shallow
+from autoshard.rules import op_name
+from autoshard.rules.core import argument
+
+aten = torch.ops.aten
+DROPPED = frozenset(
+    """_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range
+    sym_constrain_range_for_size""".split()
+)
+#: Largest side of a mask that is evaluated to see what it is.
+LARGEST_MASK = 4200
+
+
+@dataclass(frozen=True)
+class Canonicalize(Pass):
+    name: ClassVar[str] = "canonicalize"
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        for node in list(program.graph.nodes):
+            if node.op == "call_function":
+                _simplify(program.graph, node)
+        _recognise_masks(program)
+        program.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        program.graph_module.recompile()
+        return program
+
+
+def _simplify(graph: fx.Graph, node: fx.Node) -> None:
+    kind = op_name(node.target)
+    if kind in DROPPED:
+        if not node.users:
+            graph.erase_node(node)
+    elif kind in ("alias", "detach_"):
+        if kind == "detach_":
+            node.target = aten.detach.default
+        else:
+            _replace(node, node.args[0])
+    elif kind in ("to", "_to_copy", "lift_fresh_copy"):
+        source = node.args[0].meta["val"]
+        if source.dtype == node.meta["val"].dtype and source.device == node.meta["val"].device:
+            _replace(node, node.args[0])
+    elif kind == "dropout":
+        if not argument(node, 1, "p") or not argument(node, 2, "train"):
+            _replace(node, node.args[0])
+    elif kind == "baddbmm":
+        _write_out_baddbmm(graph, node)
+
+
+def _replace(node: fx.Node, by: Any) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+    """beta * input + alpha * (a @ b)"""
+    added, a, b = node.args[:3]
+    beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
+    value = node.meta["val"]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        new = graph.call_function(target, args)
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    with graph.inserting_before(node):
+        product = call(aten.bmm.default, a, b)
+        if alpha != 1:
+            product = call(aten.mul.Tensor, product, alpha)
+        if beta != 1:
+            source = added.meta["val"]
+            added = call(aten.mul.Tensor, added, beta)
+            added.meta["val"] = source
+        total = call(aten.add.Tensor, product, added)
+    _replace(node, total)
+
+
+def _recognise_masks(program: Program) -> None:
+    """Masks of attention that depend on sizes only: evaluated at several sizes, and replaced."""
+    known: dict[fx.Node, str] = {}
+    for node in program.graph.nodes:
+        if op_name(node.target) != "scaled_dot_product_attention":
+            continue
+        mask = argument(node, 3, "attn_mask")
+        if not isinstance(mask, fx.Node):
+            continue
+        if mask not in known:
+            known[mask] = _what_mask(program, mask)
+        if known[mask] in ("causal", "full"):
+            args = list(node.args)[:3]
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "is_causal")}
+            dropout = argument(node, 4, "dropout_p", 0.0)
+            kwargs.pop("dropout_p", None)
+            node.args = (*args, None, dropout, known[mask] == "causal")
+            node.kwargs = kwargs
+
+
+def _what_mask(program: Program, mask: fx.Node) -> str:
+    """``causal``, ``full`` or ``other``."""
+    needed = _ancestors(mask)
+    if any(n.op == "placeholder" and not _read_for_size_only(n, needed) for n in needed):
+        return "other"
+    shape = [expression(s) for s in mask.meta["val"].shape]
+    symbols = sorted({s for e in shape if not isinstance(e, int) for s in e.free_symbols}, key=str)
+    constants = {a for n in needed for a in n.args if isinstance(a, int) and not isinstance(a, bool)}
+    lengths = {5, 9}
+    for constant in constants:
+        if 2 < abs(constant) < 2**30:
+            if abs(constant) + 2 > LARGEST_MASK:
+                return "other"
+            lengths.add(abs(constant) + 2)
+    if not symbols:
+        lengths = {0}
+    verdicts = set()
+    for length in sorted(lengths):
+        verdicts.add(_evaluate(needed, mask, {s: length for s in symbols}))
+        if "other" in verdicts:
+            return "other"
+    return verdicts.pop() if len(verdicts) == 1 else "other"
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    found, stack = set(), [node]
+    while stack:
+        item = stack.pop()
+        if item not in found:
+            found.add(item)
+            stack.extend(item.all_input_nodes)
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _read_for_size_only(node: fx.Node, needed: list[fx.Node]) -> bool:
+    users = [n for n in needed if node in n.all_input_nodes]
+    return all(op_name(n.target) == "sym_size" for n in users)
+
+
+def _evaluate(needed: list[fx.Node], mask: fx.Node, sizes: dict[Any, int]) -> str:
+    env: dict[fx.Node, Any] = {}
+    for node in needed:
+        if node.op == "placeholder":
+            env[node] = None
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            expr = expression(value)
+            env[node] = int(expr if isinstance(expr, int) else expr.subs(sizes))
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            env[node] = node.target(*args, **kwargs)
+        except Exception:
+            return "other"
+    return _classify(env[mask])
+
+
+def _classify(mask: torch.Tensor) -> str:
+    if mask.ndim < 2:
+        return "other"
+    allowed = mask if mask.dtype is torch.bool else mask == 0
+    if mask.dtype is not torch.bool:
+        blocked = mask[~allowed]
+        if blocked.numel() and blocked.max() > torch.finfo(mask.dtype).min / 2:
+            return "other"
+    if bool(allowed.all()):
+        return "full"
+    rows, columns = mask.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and bool((allowed == causal).all()) else "other"

@@ -1,0 +1,42 @@
+"""data_parallel: samples over the data axes.
+
+Requires: axes inferred. Gives: ``batch -> dp`` (and ``ep``) assigned; each rank feeds its own rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autoshard.chain import Pass
+from autoshard.errors import MeshError, message
+from autoshard.infer import batch_axes
+from autoshard.mesh import DATA_AXES
+from autoshard.program import Assignment, Program, shallow
+
+
+@dataclass(frozen=True)
+class DataParallel(Pass):
+    name: ClassVar[str] = "data_parallel"
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        over = tuple(m for m in program.mesh.axes if m.partition(".")[0] in DATA_AXES)
+        if not over:
+            return program
+        ranks = program.mesh.size(over)
+        for axis in batch_axes(program):
+            if isinstance(axis.size, int) and axis.size % ranks:
+                raise MeshError(
+                    message(
+                        "data_parallel",
+                        "the batch",
+                        f"{axis.size} rows over {','.join(over)} = {ranks} ranks",
+                        "the graph was captured with a fixed batch that the data axes do not divide",
+                        f"use a multiple of {ranks} rows, or a smaller data axis",
+                    )
+                )
+            program.assignments.append(
+                Assignment(axis, over, 100, self.name, "samples are independent")
+            )
+        return program

@@ -1,0 +1,240 @@
+"""tensor_parallel: the axes that are worth cutting over tp.
+
+Requires: axes inferred. Gives: heads, kv, ffn, vocab, inner ... assigned to tp; tp factored into sub-axes
+where an axis is smaller than it (2 kv heads over tp=8). No name is looked at: an axis is taken when
+the work that cutting it saves outweighs the traffic that cutting it causes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import sympy
+from torch import fx
+
+from autoshard.axes import Axis, Dim, atoms, size_of
+from autoshard.chain import Pass
+from autoshard.errors import ShardingError, message
+from autoshard.mesh import SubMesh
+from autoshard.program import Assignment, Program, shallow
+from autoshard.rules import Typing, op_name
+from autoshard.rules.core import operands
+
+#: Sizes taken for dynamic dimensions when work and traffic are compared.
+NOMINAL = {"batch": 4, "sequence": 1024}
+#: Least FLOPs saved per byte moved for an axis to be taken.
+THRESHOLD = 8
+
+
+@dataclass
+class Candidate:
+    """An axis that could be cut: ``work`` FLOPs it divides, by op; ``traffic`` bytes its sums move."""
+
+    axis: Axis
+    work: dict[fx.Node, float] = field(default_factory=dict)
+    traffic: float = 0.0
+    blocked: str = ""
+    ragged: bool = True  # whether pieces of unequal size would do: read by row only
+
+
+@dataclass(frozen=True)
+class TensorParallel(Pass):
+    name: ClassVar[str] = "tensor_parallel"
+    axis: str = "tp"
+    strict: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        ranks = program.mesh.mesh.size(self.axis)
+        if ranks == 1:
+            return program
+        taken = self._choose(program, ranks)
+        factors = _factors([(start, end) for _, start, end, _ in taken], ranks)
+        kept = dict(program.mesh.factors) | {self.axis: factors}
+        program.mesh = SubMesh(program.mesh.mesh, tuple(kept.items()))
+        parts = program.mesh.parts(self.axis)
+        for candidate, start, end, reason in taken:
+            position, over = 1, []
+            for part, size in parts:
+                if start <= position < end:
+                    over.append(part)
+                position *= size
+            program.assignments.append(Assignment(candidate.axis, tuple(over), 10, self.name, reason))
+        self._report(program, taken, ranks)
+        return program
+
+    def _choose(self, program: Program, ranks: int) -> list[tuple[Candidate, int, int, str]]:
+        """Candidates taken with the part of tp each uses, from ``start`` to ``end`` (products)."""
+        done: dict[fx.Node, int] = {}
+        taken: list[tuple[Candidate, int, int, str]] = []
+        left = list(candidates(program).values())
+        while left:
+            scored = [(self._gain(c, done, ranks), -i, c) for i, c in enumerate(left)]
+            scored.sort(key=lambda s: (-s[0], -s[1]))
+            gain, _, best = scored[0]
+            if gain < THRESHOLD:
+                break
+            left.remove(best)
+            start = max((done.get(n, 1) for n in best.work), default=1)
+            share = _share(best, ranks // start, start)
+            if share == 1:
+                continue
+            taken.append((best, start, start * share, f"{gain:.0f} FLOPs saved per byte moved"))
+            for node in best.work:
+                done[node] = max(done.get(node, 1), start * share)
+        if not taken:
+            raise ShardingError(
+                message(
+                    "tensor_parallel",
+                    "every axis of the model",
+                    ", ".join(f"{c.axis!r} {c.blocked}" for c in candidates(program).values())[:800],
+                    f"none can be cut over {self.axis}={ranks} with a gain",
+                    "use a tp size that divides heads or hidden sizes, or drop tp from the mesh",
+                )
+            )
+        return taken
+
+    def _gain(self, candidate: Candidate, done: dict[fx.Node, int], ranks: int) -> float:
+        if candidate.blocked:
+            return -1.0
+        start = max((done.get(n, 1) for n in candidate.work), default=1)
+        if ranks // start == 1:
+            return -1.0
+        saved = sum(w for n, w in candidate.work.items() if done.get(n, 1) <= start)
+        fresh = sum(w for n, w in candidate.work.items() if done.get(n, 1) < ranks)
+        return min(saved, fresh) / (candidate.traffic + 1.0)
+
+    def _report(self, program: Program, taken: list[Any], ranks: int) -> None:
+        """All axes that divide only in part, at once."""
+        problems = []
+        for candidate, start, end, _ in taken:
+            follows = [t for t in taken if t[1] == end and set(t[0].work) & set(candidate.work)]
+            if end < ranks and not follows:
+                size = candidate.axis.size
+                problems.append(
+                    f"{candidate.axis.name or 'axis'} of {size}: cut {end // start} ways, replicated {ranks // end} ways"
+                )
+        if not problems:
+            return
+        counted = [f"{p} ({problems.count(p)} times)" for p in dict.fromkeys(problems)]
+        text = message(
+            "tensor_parallel",
+            "axes that tp does not divide",
+            "; ".join(counted),
+            f"{self.axis}={ranks} does not divide these sizes",
+            f"use a {self.axis} that divides them, or accept the replicated work",
+        )
+        if self.strict:
+            raise ShardingError(text)
+        program.notes.append(text)
+
+
+def _share(candidate: Candidate, ranks: int, start: int) -> int:
+    """How many ways an axis is cut: as far as the common divisor goes; all the way if pieces of unequal
+    size do."""
+    size = candidate.axis.size
+    if not isinstance(size, int):
+        return 1
+    if candidate.ragged and start == 1 and size >= ranks * 2:
+        return ranks
+    return math.gcd(size, ranks)
+
+
+def _factors(spans: list[tuple[int, int]], ranks: int) -> tuple[int, ...]:
+    """The chain of sub-axis sizes in which every span is a run of sub-axes."""
+    edges = sorted({1, ranks, *(e for span in spans for e in span)})
+    chain = [1]
+    for edge in edges[1:]:
+        if edge % chain[-1] == 0 and ranks % edge == 0:
+            chain.append(edge)
+    return tuple(b // a for a, b in zip(chain, chain[1:], strict=False))
+
+
+def candidates(program: Program) -> dict[int, Candidate]:
+    """Every axis of a parameter, with the work that cutting it saves and the traffic it causes."""
+    found: dict[int, Candidate] = {}
+    for parameter in program.values.values():
+        if parameter.buffer:
+            continue
+        for dim in parameter.dims:
+            for axis in atoms(dim):
+                if axis.role not in ("batch", "sequence") and not axis.opaque:
+                    found.setdefault(id(axis), Candidate(axis))
+    for node, typing in program.typings.items():
+        _count(program, node, typing, found)
+    return found
+
+
+def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Candidate]) -> None:
+    read = [program.dims[n] for n in operands(node)]
+    summed = {id(a) for d in typing.summed for a in atoms(d)}
+    whole = {id(a) for d in typing.whole for a in atoms(d)}
+    outs = typing.out if isinstance(typing.out, list) else [typing.out]
+    kind = op_name(node.target)
+    work = _nominal(typing.flops)
+    if kind == "embedding" and not _is_constant(node.args[1]):
+        work = 2 * _nominal(size_of(sum(outs[0], ()))) * _nominal(size_of(read[0][0]))
+    result = 4 * _nominal(size_of(sum(outs[0], ())))
+    largest = 4 * max((_nominal(size_of(sum(d, ()))) for d in read), default=0)
+    space = {id(a) for dims in read for d in dims for a in atoms(d)}
+    if kind == "cross_entropy_loss":
+        result = 12 * _nominal(size_of(sum((d for d in read[1]), ())))
+    for key in space & set(found):
+        candidate = found[key]
+        if key in whole:
+            if kind == "scaled_dot_product_attention":
+                candidate.blocked = "attention needs it whole"
+            candidate.traffic += largest
+            continue
+        if work:
+            candidate.work[node] = work
+        if key in summed:
+            candidate.traffic += result
+        if kind not in ROWWISE:
+            candidate.ragged = candidate.ragged and _plain(read, outs, candidate.axis)
+
+
+#: Ops that read an axis by row, however long each rank's piece is.
+ROWWISE = frozenset("linear embedding cross_entropy_loss mm addmm matmul t transpose permute".split())
+
+
+def _plain(read: list[Any], outs: list[Any], axis: Axis) -> bool:
+    """Whether the axis is a dimension of its own in every tensor of an op."""
+    for dims in [*read, *outs]:
+        for dim in dims:
+            if axis in set(atoms(dim)) and dim_length(dim) > 1:
+                return False
+    return True
+
+
+def dim_length(dim: Dim) -> int:
+    return sum(1 for _ in atoms(dim))
+
+
+def _is_constant(arg: Any) -> bool:
+    """Whether a node depends on no input (positions)."""
+    if not isinstance(arg, fx.Node):
+        return True
+    seen, stack = set(), [arg]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and "val" in node.meta and getattr(node.meta["val"], "ndim", 0):
+            return False
+        if node.op == "call_function" and op_name(node.target) == "sym_size":
+            continue
+        stack.extend(node.all_input_nodes)
+    return True
+
+
+def _nominal(expr: Any) -> float:
+    """A size expression at nominal batch and sequence sizes."""
+    if isinstance(expr, (int, float)):
+        return float(expr)
+    symbols = sorted(expr.free_symbols, key=str)
+    values = [NOMINAL["batch"], *[NOMINAL["sequence"]] * len(symbols)]
+    return float(sympy.sympify(expr).subs(dict(zip(symbols, values, strict=False))))

@@ -1,0 +1,237 @@
+"""Jobs on real gloo processes: what a user's training script would do, in float64."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import handwritten as hw
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from zoo import batch, tiny
+
+LIMIT_SECONDS = 300
+LEARNING_RATE, CLIP = 1e-3, 0.25
+
+
+class InFloat64(TorchFunctionMode):
+    """Raises a model's own casts to float32, so that agreement can be asked for to 1e-9."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        raised = torch.utils._pytree.tree_map(
+            lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs or {})
+        )
+        return function(*raised[0], **raised[1])
+
+
+def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model in float64 with its global batch, the same on every call."""
+    torch.manual_seed(0)
+    if name == "resnet":
+        model, inputs = hw.ResNet(), hw.images()
+    elif name == "handwritten":
+        model, inputs = hw.GPT(), hw.tokens()
+    else:
+        model, inputs = tiny(name), batch()
+        if hasattr(model.config, "_experts_implementation"):
+            model.config._experts_implementation = "batched_mm"  # grouped_mm refuses float64
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    return model.double(), inputs
+
+
+# --- processes ---
+
+
+def launch(sizes: dict[str, int], jobs: dict[str, tuple], folder: Path) -> list[dict[str, Any]]:
+    """Run every job on every rank. Gives, per rank: job name -> result, or traceback text."""
+    world = math.prod(sizes.values())
+    context = torch.multiprocessing.spawn(
+        _rank, (world, sizes, jobs, str(folder)), nprocs=world, join=False
+    )
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"ranks of {sizes} still run after {LIMIT_SECONDS} s")
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+
+
+def _rank(rank: int, world: int, sizes: dict[str, int], jobs: dict[str, tuple], folder: str):
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
+    results = {}
+    for name, (job, *arguments) in jobs.items():
+        try:
+            results[name] = job(mesh, *arguments)
+        except Exception:  # handed to the test, which fails with it
+            results[name] = traceback.format_exc()
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def local_rows(mesh, inputs: dict[str, torch.Tensor], sizes=None) -> dict[str, torch.Tensor]:
+    """This data rank's rows of the global batch, in equal parts or in parts of the sizes given."""
+    if "dp" not in mesh.mesh_dim_names:
+        return inputs
+    rows, ranks = len(next(iter(inputs.values()))), mesh["dp"].size()
+    sizes = sizes or [rows // ranks] * ranks
+    return {k: v.split(sizes)[mesh.get_local_rank("dp")] for k, v in inputs.items()}
+
+
+def shard(mesh, model, inputs, **options):
+    from autoshard import autoshard
+
+    with InFloat64():
+        return autoshard(model, mesh, example_inputs=inputs, **options)
+
+
+def detached(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in values.items() if value is not None}
+
+
+# --- jobs on ranks, and the same on one device ---
+
+
+def train(mesh, name: str, sequence_parallel: bool = True, sizes: Any = None) -> dict[str, Any]:
+    """Two AdamW steps with clipping: losses, norms, first gradients, and the state at the end."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs, sequence_parallel=sequence_parallel)
+    rows = local_rows(mesh, inputs, sizes)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=LEARNING_RATE)
+    out: dict[str, Any] = {"loss": [], "norm": []}
+    for step in range(2):
+        optimizer.zero_grad()
+        out["loss"].append(torch.as_tensor(sharded.train_step(**rows)).detach().clone())
+        if step == 0:
+            out["gradients"] = detached(sharded.full_gradients())
+        out["norm"].append(torch.as_tensor(sharded.clip_grad_norm_(CLIP)).detach().clone())
+        optimizer.step()
+    return out | {"state": detached(sharded.full_state_dict())}
+
+
+def train_alone(name: str) -> dict[str, Any]:
+    model, inputs = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    out: dict[str, Any] = {"loss": [], "norm": []}
+    for step in range(2):
+        optimizer.zero_grad()
+        with InFloat64():
+            loss = model(**inputs).loss
+        loss.backward()
+        out["loss"].append(loss.detach())
+        if step == 0:
+            out["gradients"] = gradients_of(model)
+        out["norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+    return out | {"state": detached(model.state_dict())}
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return detached({n: p.grad for n, p in model.named_parameters()})
+
+
+def other_shapes(mesh, name: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Loss and gradients on batches of other sizes, from the one module."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    graph, code, out = sharded.graph_module, sharded.code, {"loss": [], "gradients": []}
+    for b, s in shapes:
+        for parameter in sharded.parameters():
+            parameter.grad = None
+        out["loss"].append(sharded.train_step(**local_rows(mesh, batch(b=b, s=s))).detach().clone())
+        out["gradients"].append(detached(sharded.full_gradients()))
+    return out | {"compiled_again": sharded.graph_module is not graph or sharded.code != code}
+
+
+def other_shapes_alone(name: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
+    model, _ = build(name)
+    out: dict[str, Any] = {"loss": [], "gradients": []}
+    for b, s in shapes:
+        model.zero_grad()
+        with InFloat64():
+            loss = model(**batch(b=b, s=s)).loss
+        loss.backward()
+        out["loss"].append(loss.detach())
+        out["gradients"].append(gradients_of(model))
+    return out
+
+
+def accumulate(mesh, name: str) -> dict[str, torch.Tensor]:
+    """Gradients of two batches, the first without synchronising."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    rows = local_rows(mesh, inputs)
+    with sharded.no_sync():
+        sharded.train_step(**rows)
+    sharded.train_step(**{k: v.roll(1, dims=1) for k, v in rows.items()})
+    return detached(sharded.full_gradients())
+
+
+def accumulate_alone(name: str) -> dict[str, torch.Tensor]:
+    model, inputs = build(name)
+    for rows in (inputs, {k: v.roll(1, dims=1) for k, v in inputs.items()}):
+        with InFloat64():
+            model(**rows).loss.backward()
+    return gradients_of(model)
+
+
+def compiled(mesh, name: str) -> dict[str, Any]:
+    """Loss and gradients of ``torch.compile(sharded, fullgraph=True)``."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    loss = torch.compile(sharded, fullgraph=True)(**local_rows(mesh, inputs)).loss
+    loss.backward()
+    return {"loss": loss.detach().clone(), "gradients": detached(sharded.full_gradients())}
+
+
+def call_and_backward(mesh, name: str) -> dict[str, Any]:
+    """The module used like the model itself: outputs of this rank's rows, then ``backward``."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    out = sharded(**local_rows(mesh, inputs))
+    out.loss.backward()
+    return {
+        "loss": out.loss.detach().clone(),
+        "logits": out.logits.detach().clone(),
+        "gradients": detached(sharded.full_gradients()),
+    }
+
+
+def differing_batch(mesh, name: str, rank: int) -> dict[str, Any]:
+    """One rank of a tensor-parallel group gets other tokens: the error, and what moved."""
+    from autoshard.errors import AutoshardError
+
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    before = detached(dict(sharded.named_parameters()))
+    rows = local_rows(mesh, inputs)
+    if dist.get_rank() == rank:
+        rows = {k: v.roll(1, dims=1) for k, v in rows.items()}
+    out: dict[str, Any] = {"error": "", "kind": None}
+    try:
+        sharded.train_step(**rows)
+    except AutoshardError as error:
+        out = {"error": str(error), "kind": type(error)}
+    after = dict(sharded.named_parameters())
+    moved = [n for n, p in after.items() if p.grad is not None or not torch.equal(p, before[n])]
+    return out | {"moved": moved}

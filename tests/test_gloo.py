@@ -1,0 +1,148 @@
+"""Real gloo processes against one device: losses, norms, gradients, state after two steps."""
+
+from functools import cache
+
+import gloo
+import pytest
+from compare import difference, differences
+
+ZOO = ("gpt2", "llama", "starcoder2", "mixtral")
+SHAPES = [(6, 20), (2, 9), (4, 48)]
+
+train_alone = cache(gloo.train_alone)
+
+
+def ranks_of(sizes, jobs):
+    """A fixture with the results of every rank of a mesh, which starts its processes once."""
+
+    @pytest.fixture(scope="module")
+    def results(tmp_path_factory):
+        return gloo.launch(sizes, jobs, tmp_path_factory.mktemp("gloo"))
+
+    return results
+
+
+def each(results, job):
+    """The job's result on every rank; a rank's traceback fails the test."""
+    for rank, result in enumerate(results):
+        if isinstance(result[job], str):
+            pytest.fail(f"rank {rank}:\n{result[job]}")
+    return [result[job] for result in results]
+
+
+def assert_trained_alike(results, job, name):
+    want = train_alone(name)
+    assert min(want["norm"]) > gloo.CLIP  # clipping acts
+    for rank, got in enumerate(each(results, job)):
+        for key in ("loss", "norm"):
+            wrong = [difference(a, b) for a, b in zip(got[key], want[key], strict=True)]
+            assert wrong == ["", ""], f"rank {rank}: {key}"
+        assert differences(got["gradients"], want["gradients"]) == {}, f"rank {rank}"
+        assert differences(got["state"], want["state"]) == {}, f"rank {rank}"
+
+
+# --- two data ranks by two tensor ranks, with the sequence cut too ---
+
+square = ranks_of(
+    {"dp": 2, "tp": 2},
+    {name: (gloo.train, name) for name in ZOO}
+    | {
+        "uneven": (gloo.train, "gpt2", True, [3, 1]),
+        "differing batch": (gloo.differing_batch, "gpt2", 1),
+    },
+)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_dp2_tp2_trains_like_one_device(square, name):
+    assert_trained_alike(square, name, name)
+
+
+def test_data_ranks_may_hold_different_numbers_of_rows(square):
+    assert_trained_alike(square, "uneven", "gpt2")
+
+
+def test_a_batch_that_differs_inside_a_tensor_parallel_group_is_detected(square):
+    for got in each(square, "differing batch"):
+        assert got["kind"] is not None, "no error was raised"
+        assert "tp" in got["error"] and "batch" in got["error"]
+        assert got["moved"] == []
+
+
+# --- two tensor ranks, sequence whole ---
+
+tensor = ranks_of(
+    {"tp": 2},
+    {name: (gloo.train, name, False) for name in ZOO}
+    | {
+        "other shapes": (gloo.other_shapes, "llama", SHAPES),
+        "call": (gloo.call_and_backward, "handwritten"),
+        "compiled": (gloo.compiled, "handwritten"),
+    },
+)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_tp2_without_sequence_parallelism_trains_like_one_device(tensor, name):
+    assert_trained_alike(tensor, name, name)
+
+
+def test_one_module_takes_other_batches_and_lengths(tensor):
+    want = gloo.other_shapes_alone("llama", SHAPES)
+    for got in each(tensor, "other shapes"):
+        assert not got["compiled_again"]
+        for i, shape in enumerate(SHAPES):
+            assert difference(got["loss"][i], want["loss"][i]) == "", shape
+            assert differences(got["gradients"][i], want["gradients"][i]) == {}, shape
+
+
+def test_a_call_returns_the_models_outputs(tensor):
+    model, inputs = gloo.build("handwritten")
+    want = model(**inputs)
+    want.loss.backward()
+    for got in each(tensor, "call"):
+        assert difference(got["loss"], want.loss.detach()) == ""
+        assert difference(got["logits"], want.logits.detach()) == ""
+        assert differences(got["gradients"], gloo.gradients_of(model)) == {}
+
+
+def test_torch_compile_gives_the_same_loss_and_gradients(tensor):
+    model, inputs = gloo.build("handwritten")
+    loss = model(**inputs).loss
+    loss.backward()
+    for got in each(tensor, "compiled"):
+        assert difference(got["loss"], loss.detach()) == ""
+        assert differences(got["gradients"], gloo.gradients_of(model)) == {}
+
+
+# --- two data ranks ---
+
+data = ranks_of(
+    {"dp": 2},
+    {
+        "resnet": (gloo.train, "resnet"),
+        "accumulate": (gloo.accumulate, "gpt2"),
+        "other shapes": (gloo.other_shapes, "llama", SHAPES[:2]),
+    },
+)
+
+
+def test_resnet_trains_like_one_device_running_statistics_included(data):
+    state = train_alone("resnet")["state"]
+    assert sum("running" in name for name in state) == 14
+    assert_trained_alike(data, "resnet", "resnet")
+
+
+def test_accumulation_without_sync_gives_the_sum(data):
+    want = gloo.accumulate_alone("gpt2")
+    for got in each(data, "accumulate"):
+        assert differences(got, want) == {}
+
+
+def test_data_ranks_take_other_batches_and_lengths(data):
+    want = gloo.other_shapes_alone("llama", SHAPES[:2])
+    for got in each(data, "other shapes"):
+        assert not got["compiled_again"]
+        for i, shape in enumerate(SHAPES[:2]):
+            assert difference(got["loss"][i], want["loss"][i]) == "", shape
+            assert differences(got["gradients"][i], want["gradients"][i]) == {}, shape

@@ -1,0 +1,241 @@
+"""Where compilers of this kind go wrong, each case proved against one device."""
+
+import handwritten as hw
+import pytest
+import torch
+import transformers
+from compare import difference
+from zoo import batch, tiny, tiny_config
+
+from autoshard import MeshSpec, autoshard, collectives, verify
+
+
+def proved(model, mesh, inputs, **options):
+    report = verify(model, mesh, example_inputs=inputs, steps=2, **options)
+    assert report.ok, str(report)
+
+
+def conversions(sharded) -> list[str]:
+    kinds = (collectives.CONVERSIONS.get(n.target) for n in sharded.graph_module.graph.nodes)
+    return [kind for kind in kinds if kind]
+
+
+# --- mesh axes of size one ---
+
+
+def test_size_one_axes_leave_the_graph_untouched():
+    alone = autoshard(hw.GPT(), MeshSpec(dp=1, tp=1), example_inputs=hw.tokens())
+    assert conversions(alone) == []
+    for mesh, plain in ((MeshSpec(dp=2, tp=1), MeshSpec(dp=2)), (MeshSpec(dp=1, tp=2), {"tp": 2})):
+        with_one = autoshard(hw.GPT(), mesh, example_inputs=hw.tokens())
+        without = autoshard(hw.GPT(), plain, example_inputs=hw.tokens())
+        assert conversions(with_one) == conversions(without)
+        assert with_one.code == without.code
+
+
+def test_on_one_rank_the_outputs_are_the_models_own():
+    model, inputs = hw.GPT(), hw.tokens()
+    sharded = autoshard(model, MeshSpec(dp=1, tp=1), example_inputs=inputs)
+    got, want = sharded(**inputs), model(**inputs)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got.logits, want.logits)
+
+
+# --- sizes that do not divide ---
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_50257_tokens_over_four_ranks(tied):
+    proved(hw.GPT(vocab=50257, layers=1, tied=tied), {"tp": 4}, hw.tokens(vocab=50257))
+
+
+def test_50257_tokens_are_cut_and_not_replicated():
+    model = hw.GPT(vocab=50257, layers=1)
+    sharded = autoshard(model, {"tp": 4}, example_inputs=hw.tokens(vocab=50257))
+    local = [dict(sharded.rank(r).named_parameters())["head.weight"] for r in range(4)]
+    assert max(p.shape[0] for p in local) == 12565  # a quarter, rounded up
+    assert sum(p.shape[0] for p in local) in (50257, 4 * 12565)
+    assert torch.equal(torch.cat(local)[:50257], model.head.weight)
+
+
+def test_a_few_padded_tokens_never_win():
+    """Large negative logits everywhere: a pad of zeros would take all of the softmax."""
+    model = hw.GPT(vocab=97, layers=1)
+    model.head = torch.nn.Linear(32, 97)
+    torch.nn.init.constant_(model.head.bias, -50.0)
+    proved(model, {"tp": 4}, hw.tokens(vocab=97))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
+def test_six_heads_over_four_ranks(sequence_parallel):
+    model = hw.GPT(width=48, heads=6)
+    proved(model, {"tp": 4}, hw.tokens(), sequence_parallel=sequence_parallel)
+
+
+def test_six_heads_over_four_ranks_are_cut_in_two():
+    model = hw.GPT(width=48, heads=6)
+    sharded = autoshard(model, {"tp": 4}, example_inputs=hw.tokens())
+    whole = dict(model.named_parameters())["blocks.0.attn.in_proj.weight"].view(3, 6, 8, 48)
+    for rank in range(4):
+        local = dict(sharded.rank(rank).named_parameters())["blocks.0.attn.in_proj.weight"]
+        half = whole[:, :3] if rank < 2 else whole[:, 3:]
+        assert torch.equal(local.flatten(), half.flatten())
+
+
+def test_every_axis_indivisible_at_once():
+    proved(hw.GPT(width=48, heads=6, ffn=130, vocab=101), {"tp": 4}, hw.tokens(vocab=101))
+
+
+def test_a_sequence_that_the_ranks_do_not_divide():
+    proved(hw.GPT(), {"tp": 4}, hw.tokens(s=18))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
+def test_eight_query_and_two_kv_heads_over_eight_ranks(sequence_parallel):
+    model = tiny("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    proved(model, {"tp": 8}, batch(), sequence_parallel=sequence_parallel)
+
+
+def test_kv_heads_are_replicated_over_the_minor_ranks():
+    model = tiny("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    sharded = autoshard(model, {"tp": 8}, example_inputs=batch())
+    q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    whole = dict(model.named_parameters())
+    for rank in range(8):
+        local = dict(sharded.rank(rank).named_parameters())
+        assert torch.equal(local[q], whole[q].chunk(8)[rank])
+        assert torch.equal(local[k], whole[k].chunk(2)[rank // 4])
+
+
+# --- weights and biases ---
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_tied_embeddings(mesh):
+    proved(hw.GPT(tied=True), mesh, hw.tokens())
+
+
+def test_tied_embeddings_are_one_parameter():
+    sharded = autoshard(hw.GPT(tied=True), {"tp": 2}, example_inputs=hw.tokens())
+    names = [name for name, _ in sharded.named_parameters()]
+    assert "tokens.weight" in names and "head.weight" not in names
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no_sp"])
+def test_row_linear_bias_is_added_once(sequence_parallel):
+    model = hw.GPT(layers=1)
+    for block in model.blocks:
+        torch.nn.init.constant_(block.down.bias, 3.0)
+        torch.nn.init.normal_(block.attn.out_proj.bias)
+    proved(model, {"tp": 4}, hw.tokens(), sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (4, 8, 32)], ids=["rows", "sequences"])
+def test_residual_feeds_a_column_linear_and_an_add(shape):
+    proved(hw.NoNormResidual(), {"dp": 2, "tp": 2}, hw.vectors(*shape))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_full_width_query_and_key_norm(tp):
+    proved(hw.QKNormAttention(), {"tp": tp}, hw.vectors(4, 8, 32))
+
+
+def test_full_width_query_and_key_norm_gathers_nothing():
+    """A mean over cut heads is a small all-reduce: q and k themselves never travel."""
+    sharded = autoshard(
+        hw.QKNormAttention(),
+        {"tp": 2},
+        example_inputs=hw.vectors(4, 8, 32),
+        sequence_parallel=False,
+    )
+    kinds = conversions(sharded)
+    assert not any("gather" in kind or "shard" in kind for kind in kinds), kinds
+    local = dict(sharded.rank(1).named_parameters())
+    assert local["q.weight"].shape == (16, 32) and local["q_norm.weight"].shape == (16,)
+
+
+def freeze(model, *parts):
+    for name, parameter in model.named_parameters():
+        if name.startswith(parts):
+            parameter.requires_grad_(False)
+    return model
+
+
+FROZEN = {
+    "embeddings": ("tokens", "positions"),
+    "first_block": ("blocks.0",),
+    "all_but_norms": ("tokens", "positions", "head", "blocks.0.attn", "blocks.1.up"),
+}
+
+
+@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
+def test_frozen_parameters(parts):
+    proved(freeze(hw.GPT(), *parts), {"dp": 2, "tp": 2}, hw.tokens())
+
+
+def test_frozen_parameters_stay_frozen():
+    model = freeze(hw.GPT(), "blocks.0")
+    sharded = autoshard(model, {"dp": 2, "tp": 2}, example_inputs=hw.tokens())
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert {name: p.requires_grad for name, p in sharded.named_parameters()} == wanted
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_parameters_without_gradient(mesh):
+    proved(hw.Unused(), mesh, hw.vectors(4, 32))
+
+
+# --- what is written in place, and what a meta model remembers ---
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_in_place_ops(mesh):
+    proved(hw.InPlace(), mesh, hw.vectors(4, 32))
+
+
+def test_in_place_ops_leave_the_inputs_alone():
+    inputs = hw.vectors(4, 32)
+    before = {name: value.clone() for name, value in inputs.items()}
+    autoshard(hw.InPlace(), MeshSpec(tp=1), example_inputs=inputs)(**inputs)
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
+
+
+def held(sharded) -> list[torch.Tensor]:
+    """Every tensor the module of one rank holds, apart from its parameters."""
+    graph = sharded.graph_module
+    found = [b for _, b in sharded.named_buffers()] + [b for _, b in graph.named_buffers()]
+    return found + [v for v in vars(graph).values() if isinstance(v, torch.Tensor)]
+
+
+def test_rope_tables_of_a_meta_model_hold_true_values():
+    config = tiny_config("llama")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+    true = transformers.LlamaForCausalLM(config).model.rotary_emb.inv_freq
+    inputs = {name: value.to("meta") for name, value in batch().items()}
+    sharded = autoshard(model, {"dp": 2, "tp": 2}, example_inputs=inputs).rank(3)
+    tables = [t for t in held(sharded) if t.shape == true.shape and t.dtype == true.dtype]
+    assert tables and not any(t.is_meta for t in tables)
+    assert all(difference(t, true) == "" for t in tables)
+
+
+class Table(torch.nn.Module):
+    """A linear after a table of values that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 32), persistent=False)
+
+    def forward(self, x, target):
+        return (self.down(torch.tanh(self.up(x * self.table))) - target).square().mean()
+
+
+def test_non_persistent_buffers_of_a_meta_model_keep_their_values():
+    model = Table()
+    values = model.table.clone()
+    for part in (model.up, model.down):
+        part.to("meta")
+    sharded = autoshard(model, {"tp": 2}, example_inputs=hw.vectors(4, 32))
+    tables = [t for t in held(sharded.rank(1)) if t.shape == values.shape]
+    assert tables and all(torch.equal(t, values) for t in tables)

@@ -1,0 +1,169 @@
+"""Tiny, randomly initialised copies of architectures that ship with `transformers`.
+
+`tiny(model_type)` builds the causal LM of that type with every size shrunk, so that a forward and
+backward pass takes milliseconds; nothing is downloaded. `batch()` makes token ids and labels whose
+rows hold different numbers of real tokens, so that a mean of means shows.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+
+#: The 24 architectures that every mesh is tried on.
+TYPES = (
+    "gpt2 llama mistral qwen3 phi3 bloom opt gptj starcoder2 gemma2 olmo2 stablelm mixtral "
+    "qwen3_moe gpt_oss deepseek_v3 bert roberta mamba granite cohere falcon gpt_bigcode glm4"
+).split()
+
+#: What a config field is set to, where the config has it.
+SIZES = {
+    # width, depth, vocabulary
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), 128),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim"), 64),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    "max_seq_len": 128,
+    # feed-forward
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("encoder_ffn_dim", "ffn_hidden_size", "hidden_dim", "d_ff"), 128),
+    # attention
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels"), 16),
+    "rotary_dim": 8,
+    "sliding_window": 64,
+    "attention_window": 32,
+    # multi-head latent attention
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    # mixtures of experts
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    "moe_num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), 1),
+    # state spaces
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
+    "num_groups": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+}
+
+NO_DROPOUT = (
+    "activation_dropout",
+    "attention_dropout",
+    "attention_dropout_prob",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attn_pdrop",
+    "classifier_dropout",
+    "dropout",
+    "dropout_rate",
+    "emb_dropout_prob",
+    "embd_pdrop",
+    "embed_dropout",
+    "embedding_dropout",
+    "ff_dropout",
+    "ffn_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "layerdrop",
+    "resid_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+    "summary_first_dropout",
+)
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+#: Fields that a type needs on top of SIZES.
+EXTRA: dict[str, dict[str, Any]] = {
+    "dots1": {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def _shrunk(base: Any, over: dict[str, Any]) -> dict[str, Any]:
+    """The fields that ``base`` has, at their small values."""
+    want = {}
+    for name, value in {**SIZES, **over}.items():
+        current = getattr(base, name, None)
+        if current is not None and not isinstance(current, (list, dict)):
+            want[name] = value
+    want.update({k: 0.0 for k in NO_DROPOUT if isinstance(getattr(base, k, None), float)})
+    want.update({k: v for k, v in TOKENS.items() if getattr(base, k, None) is not None})
+    if "kv_lora_rank" in want:  # multi-head latent attention: one kv head per head, rope part only
+        want["num_key_value_heads"] = 4
+        if "head_dim" in want:
+            want["head_dim"] = 8
+    return want
+
+
+def _settable(cls: type, name: str) -> bool:
+    attribute = getattr(cls, name, None)
+    return not (isinstance(attribute, property) and attribute.fset is None)
+
+
+def tiny_config(model_type: str, **over: Any) -> Any:
+    """The shrunk config of a type; ``over`` sets fields, ``attn`` the attention implementation."""
+    cls = CONFIG_MAPPING[model_type]
+    base = cls()
+    want = {**_shrunk(base, over), **EXTRA.get(model_type, {})}
+    config = cls(**{k: v for k, v in want.items() if _settable(cls, k)})
+    config._attn_implementation = over.get("attn") or "sdpa"
+    return config
+
+
+def tiny(model_type: str, seed: int = 0, **over: Any) -> nn.Module:
+    """The small causal LM of a type, in training mode, the same weights for the same seed."""
+    torch.manual_seed(seed)
+    config = tiny_config(model_type, **over)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    try:
+        model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+    except Exception:  # no fused attention in this type
+        config._attn_implementation = "eager"
+        model = cls(config)
+    return model.train()
+
+
+def batch(
+    vocab: int = 128, b: int = 4, s: int = 32, seed: int = 1, pad: bool = True
+) -> dict[str, torch.Tensor]:
+    """Ids and labels; with ``pad``, row r hides its first 3 r labels: a mean of means is wrong."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab, (b, s), generator=g)
+    labels = ids.clone()
+    if pad:
+        for row in range(b):
+            labels[row, : 3 * row] = -100
+    return {"input_ids": ids, "labels": labels}
