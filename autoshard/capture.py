@@ -245,6 +245,7 @@ def _program(
             constant = exported.constants[spec.target]
             values[placeholder] = Parameter((spec.target,), constant, False, True, False)
 
+    _merge_tied(module.graph, values)
     updates, user_outputs = {}, []
     output = next(n for n in module.graph.nodes if n.op == "output")
     by_target = {v.name: k for k, v in values.items()}
@@ -277,6 +278,18 @@ def _program(
     if raise_precision:
         _raise_precision(program.graph)
     return program
+
+
+def _merge_tied(graph: fx.Graph, values: dict[str, Parameter]) -> None:
+    """Placeholders of one tensor become one."""
+    first: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name in values:
+            kept = first.setdefault(id(values[node.name].value), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+                del values[node.name]
 
 
 def _paths(spec: pytree.TreeSpec) -> Any:

@@ -1,4 +1,4 @@
-"""``autoshard demo``: a small GPT trained on four ranks of this machine and on one device beside it.
+"""``autoshard demo``: a small GPT trained on four ranks and, beside them, on one device.
 
 The ranks are processes with the gloo backend on a mesh dp=2, tp=2. Both sides start from the same
 weights and see the same batches, so their loss curves must be one curve.
@@ -127,7 +127,7 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _quiet() -> None:
-    """One thread a process, since there are more of them than cores; no advice about torch itself."""
+    """One thread a process, as there are more of them than cores; no advice about torch."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
 
@@ -141,19 +141,20 @@ def _rank(rank: int, steps: int, folder: str, reports: Any) -> None:
     meeting = (Path(folder) / "meeting").as_uri()  # a file, so no port is needed
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     try:
-        _train_rank(steps, Path(folder), reports.put if rank == 0 else lambda report: None)
+        _train_rank(rank, steps, Path(folder), reports)
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _train_rank(steps: int, folder: Path, tell: Any) -> None:
+def _train_rank(rank: int, steps: int, folder: Path, reports: Any) -> None:
     mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     model, batch = build()
     text, dp = Text(), mesh["dp"].get_local_rank()
 
     sharded = autoshard(model, mesh, example_inputs=_part(batch, dp))
-    tell(("tables", [str(sharded), *(sharded.table(name) for name in TABLES)]))
+    if rank == 0:
+        reports.put(("tables", [str(sharded), *(sharded.table(name) for name in TABLES)]))
 
     optimizer = _optimizer(sharded.parameters())
     for step in range(steps):
@@ -161,12 +162,13 @@ def _train_rank(steps: int, folder: Path, tell: Any) -> None:
         sharded.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        tell(("loss", float(loss)))
+        if rank == 0:
+            reports.put(("loss", float(loss)))
 
     weights = sharded.full_state_dict()  # every rank takes part in it
-    path = folder / f"weights-{dist.get_rank()}.pt"
-    torch.save(weights, path)
-    tell(("weights", str(path)))
+    if rank == 0:
+        torch.save(weights, folder / "weights.pt")
+        reports.put(("weights", str(folder / "weights.pt")))
 
 
 def _part(batch: dict[str, Tensor], dp: int) -> dict[str, Tensor]:
@@ -277,10 +279,10 @@ def plot(curves: list[tuple[float, float]], width: int = 64, height: int = 12) -
      1.00 | x
     """
     low, high = min(map(min, curves)), max(map(max, curves))
-    columns = min(width, len(curves))
-    grid = [[" "] * columns for _ in range(height)]
-    for column in range(columns):
-        point = curves[column * (len(curves) - 1) // max(columns - 1, 1)]
+    width = min(width, len(curves))
+    grid = [[" "] * width for _ in range(height)]
+    for column in range(width):
+        point = curves[column * (len(curves) - 1) // max(width - 1, 1)]
         rows = [round((high - loss) / ((high - low) or 1) * (height - 1)) for loss in point]
         grid[rows[0]][column] = "o"
         grid[rows[1]][column] = "*" if rows[0] == rows[1] else "x"

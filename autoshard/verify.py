@@ -32,7 +32,22 @@ class _Float64(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in LOW:
             kwargs["dtype"] = torch.float64
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is torch.float64:
+            return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         return func(*args, **kwargs)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The grouped product that torch's CPU kernel refuses in float64: rows of ``a`` by group times
+    ``b[group]``; or, for the weight's gradient, columns of ``a`` times rows of ``b``, by group."""
+    ends = [0, *offs.tolist()]
+    spans = [slice(i, j) for i, j in zip(ends, ends[1:], strict=False)]
+    if b.ndim == 3:
+        out = a.new_zeros(a.shape[0], b.shape[2])
+        for group, span in enumerate(spans):
+            out[span] = a[span] @ b[group]
+        return out
+    return torch.stack([a[:, span] @ b[span] for span in spans])
 
 
 @dataclass

@@ -52,6 +52,7 @@ class Value:
     derived: bool
     itemsize: int
     parameter: str = ""
+    readers: int = 1
     converted: dict[Any, fx.Node] = field(default_factory=dict)
 
 
@@ -165,7 +166,8 @@ class Partitioner:
         self, node: fx.Node, dims: Any, layout: Layout, grad: bool, derived: bool, itemsize: int, name: str = ""
     ) -> Value:
         self.dims[node], self.layouts[node] = dims, layout
-        return Value(node, dims, layout, grad, derived, itemsize, name)
+        readers = len(self.source.users) if self.source is not None else 1
+        return Value(node, dims, layout, grad, derived, itemsize, name, readers)
 
     # -- one op --------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Partitioner:
 
     def _mode(self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool) -> Any:
         states = [v.layout[m] for v in values]
-        if typing.linear and P in states:
+        if typing.linear and P in states and (len(values) == 1 or self._read_once(values, states)):
             if typing.linear == "all" and all(s == P for s in states):
                 return P
             if typing.linear == "one" and states.count(P) == 1 and self._passes(m, values, states):
@@ -259,6 +261,10 @@ class Partitioner:
             held = {id(a): sum(s is a for s in states) for a in found}
             return max(found, key=lambda a: (ranked[id(a)][0], held[id(a)], ranked[id(a)]))
         return R if any(s == R and v.grad for s, v in zip(states, values, strict=True)) else I
+
+    def _read_once(self, values: list[Value], states: list[Any]) -> bool:
+        """A sum that others read too is reduced now; only one that nobody else reads may travel on."""
+        return all(v.readers == 1 for v, s in zip(values, states, strict=True) if s == P)
 
     def _passes(self, m: str, values: list[Value], states: list[Any]) -> bool:
         """A partial sum goes through a product only with a factor that is smaller than it."""

@@ -1,5 +1,6 @@
 """Settings of every test process: offline, one thread, quick files first, slow tests on request."""
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+logging.getLogger("torch.__trace").addFilter(lambda _: False)  # else shown with every failure
 
 #: Quick files first; files not named here run between these two groups.
 FIRST = ("test_tiny", "test_errors", "test_axes", "test_communication", "test_hard_cases")
@@ -18,10 +20,6 @@ LAST = ("test_models", "test_gloo", "test_zoo")
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: part of the full matrix; runs with --slow or -m slow")
 
 
 def _position(item: pytest.Item) -> int:

@@ -50,8 +50,8 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 # --- processes ---
 
 
-def launch(sizes: dict[str, int], jobs: dict[str, tuple], folder: Path) -> list[dict[str, Any]]:
-    """Run every job on every rank. Gives, per rank: job name -> result, or traceback text."""
+def launch(sizes: dict[str, int], jobs: dict[str, tuple], folder: Path) -> None:
+    """Run every job on every rank of a mesh; the folder then holds the results."""
     world = math.prod(sizes.values())
     context = torch.multiprocessing.spawn(
         _rank, (world, sizes, jobs, str(folder)), nprocs=world, join=False
@@ -62,7 +62,12 @@ def launch(sizes: dict[str, int], jobs: dict[str, tuple], folder: Path) -> list[
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"ranks of {sizes} still run after {LIMIT_SECONDS} s")
-    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+
+
+def results_in(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Per rank: job name -> its result, or the text of its traceback."""
+    ranks = range(math.prod(sizes.values()))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in ranks]
 
 
 def _rank(rank: int, world: int, sizes: dict[str, int], jobs: dict[str, tuple], folder: str):

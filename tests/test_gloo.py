@@ -5,6 +5,7 @@ from functools import cache
 import gloo
 import pytest
 from compare import difference, differences
+from filelock import FileLock
 
 ZOO = ("gpt2", "llama", "starcoder2", "mixtral")
 SHAPES = [(6, 20), (2, 9), (4, 48)]
@@ -13,11 +14,18 @@ train_alone = cache(gloo.train_alone)
 
 
 def ranks_of(sizes, jobs):
-    """A fixture with the results of every rank of a mesh, which starts its processes once."""
+    """A fixture: every rank's results on a mesh. Its processes start once, for all workers."""
 
     @pytest.fixture(scope="module")
-    def results(tmp_path_factory):
-        return gloo.launch(sizes, jobs, tmp_path_factory.mktemp("gloo"))
+    def results(tmp_path_factory, worker_id):
+        root = tmp_path_factory.getbasetemp()
+        root = root if worker_id == "master" else root.parent
+        folder = root / "_".join(f"{axis}{size}" for axis, size in sizes.items())
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                gloo.launch(sizes, jobs, folder)
+        return gloo.results_in(folder, sizes)
 
     return results
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.axes import leaves
 from autoshard.rules.core import Typer, Typing, argument, broadcast, size_of, unify
 
 
@@ -32,7 +33,7 @@ def attention(t: Typer, node: fx.Node) -> Typing:
         if t.dims(mask)[-1]:
             unify(t.dims(mask)[-1], k[-2])
     for axes, role in ((q[-3] if len(q) > 2 else (), "heads"), (q[-2], "sequence")):
-        for axis in axes:
+        for axis in leaves(axes):
             axis.role = role
     dropout = argument(node, 4, "dropout_p", 0.0)
     flops = 2 * size_of(sum(out[:-1], ())) * size_of(k[-2]) * (size_of(q[-1]) + size_of(v[-1]))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.axes import leaves
 from autoshard.rules.core import Dim, Typer, Typing, argument, is_tensor, operands, unify
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def cross_entropy(t: Typer, node: fx.Node) -> Typing:
         unify(t.dims(weight)[0], classes)
     if is_tensor(weight) or smoothing or reduction == NONE or at != len(logits) - 1:
         whole.append(classes)
-    for axis in classes:
+    for axis in leaves(classes):
         axis.role = axis.role or "vocab"
     if reduction == NONE:
         return Typing(tuple(tokens), whole=whole)
