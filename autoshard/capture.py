@@ -6,6 +6,7 @@ import inspect
 import warnings
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import Dim
@@ -243,7 +244,9 @@ def _program(
             inputs[placeholder] = user_names[len(inputs)]
         else:
             constant = exported.constants[spec.target]
-            values[placeholder] = Parameter((spec.target,), constant, False, True, False)
+            values[placeholder] = Parameter(
+                (spec.target,), constant, False, True, False, constant=True
+            )
 
     _merge_tied(module.graph, values)
     updates, user_outputs = {}, []
@@ -275,9 +278,36 @@ def _program(
         model.training,
         buffer_updates=updates,
     )
+    _unify_symbols(program)
     if raise_precision:
         _raise_precision(program.graph)
     return program
+
+
+def _unify_symbols(program: Program) -> None:
+    """Where export proved only that products of input sizes agree (batch x length of ids and of labels),
+    take the factors to agree, position by position."""
+    first: dict[int, Any] = {}
+    same: dict[Any, Any] = {}
+    env = None
+    for node in program.graph.nodes:
+        if node.name not in program.inputs:
+            continue
+        for position, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                env, symbol = size.node.shape_env, size.node.expr
+                kept = first.setdefault(position, symbol)
+                if kept != symbol and symbol.is_Symbol:
+                    same[symbol] = kept
+    for guard in env.guards if env is not None else ():
+        expr = guard.expr
+        if not isinstance(expr, sympy.Eq):
+            continue
+        used = {a: b for a, b in same.items() if a in expr.free_symbols}
+        if used and sympy.expand((expr.lhs - expr.rhs).subs(used)) == 0:
+            env.replacements.update(used)
+            env._update_version_counter()
+            env._replacements_version_counter += 1
 
 
 def _merge_tied(graph: fx.Graph, values: dict[str, Parameter]) -> None:

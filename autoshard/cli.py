@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except AutoshardError as error:
-        print(f"autoshard: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -32,8 +32,9 @@ MESH = {"dp": 2, "tp": 2}
 RANKS = 4
 ROWS, LENGTH, VOCAB = 16, 64, 256
 LEARNING_RATE, MAX_NORM = 2e-3, 1.0
-#: Both sides compute in float32 and add in another order; this much is rounding.
-TOLERANCE = 1e-3
+#: Both sides compute in float32 and add in another order: so much relative difference of losses,
+#: and of the weights after the last step, is rounding (5e-6 and 1e-3 were seen after 150 steps).
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-2
 TABLES = ("params", "collectives", "memory")
 
 
@@ -304,13 +305,12 @@ def columns(curves: list[tuple[float, float]], rows: int = 8) -> str:
 def _print_verdict(curves: list[tuple[float, float]], drift: float, seconds: float) -> bool:
     """Say whether the two trainings were one; returns it."""
     apart = max(abs(ranks - single) / abs(single) for ranks, single in curves)
-    same = apart <= TOLERANCE
+    same = apart <= LOSS_TOLERANCE and drift <= WEIGHT_TOLERANCE
     print(f"\n  * where the curves coincide, o four ranks, x one device; {seconds:.0f} s in all.")
-    print(f"  Losses differ by at most {apart:.1e} relative, weights at the end by {drift:.1e}.")
+    print(f"  Losses differ by at most {apart:.1e} relative (rounding: {LOSS_TOLERANCE:.0e}),")
+    print(f"  the trained weights by at most {drift:.1e} (rounding: {WEIGHT_TOLERANCE:.0e}).")
     if same:
-        print(
-            "\nVerdict: PASS. Four ranks trained the model as one device does (float32 rounding)."
-        )
+        print("\nVerdict: PASS. The four ranks trained the model as one device does.")
     else:
-        print(f"\nVerdict: FAIL. The losses differ by more than {TOLERANCE:.0e}.")
+        print("\nVerdict: FAIL. The four ranks and one device trained differently.")
     return same

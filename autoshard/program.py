@@ -27,6 +27,7 @@ class Parameter:
     trainable: bool
     buffer: bool = False
     persistent: bool = True
+    constant: bool = False  # lifted out of the code, no part of the state dict
     dims: tuple[Dim, ...] = ()
     layout: Layout = field(default_factory=dict)
 

@@ -54,7 +54,11 @@ def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list
         elif node.op == "output":
             return [fx.map_arg(node.args[0], lambda n, r=r: env[r][n]) for r in ranks]
         else:
-            for r, value in enumerate(_run(node, mesh, env)):
+            try:
+                values = _run(node, mesh, env)
+            except RuntimeError as error:
+                raise RuntimeError(f"{node.format_node()} from {node.meta.get('origin')}: {error}") from error
+            for r, value in enumerate(values):
                 env[r][node] = value
         for dead in last_use.get(node, ()):
             for r in ranks:

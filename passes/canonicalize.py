@@ -36,6 +36,7 @@ class Canonicalize(Pass):
         for node in list(program.graph.nodes):
             if node.op == "call_function":
                 _simplify(program.graph, node)
+                _constant_index(program, node)
         _recognise_masks(program)
         program.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         program.graph_module.recompile()
@@ -61,6 +62,32 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
             _replace(node, node.args[0])
     elif kind == "baddbmm":
         _write_out_baddbmm(graph, node)
+
+
+def _constant_index(program: Program, node: fx.Node) -> None:
+    """x[..., [-2, -1], :] with constant neighbouring indices is a slice."""
+    if op_name(node.target) != "index":
+        return
+    source, indices = node.args
+    used = [i for i, v in enumerate(indices) if v is not None]
+    if len(used) != 1:
+        return
+    constant = indices[used[0]]
+    while op_name(constant.target) in ("clone", "lift_fresh_copy", "detach", "alias"):
+        constant = constant.args[0]
+    known = program.values.get(constant.name)
+    size = source.meta["val"].shape[used[0]]
+    if known is None or not known.constant or known.value.ndim != 1 or not isinstance(size, int):
+        return
+    where = [int(v) % size for v in known.value.tolist()] if not known.value.is_meta else []
+    if not where or where != list(range(where[0], where[0] + len(where))):
+        return
+    with program.graph.inserting_before(node):
+        new = program.graph.call_function(
+            aten.slice.Tensor, (source, used[0], where[0], where[0] + len(where))
+        )
+    new.meta = dict(node.meta)
+    _replace(node, new)
 
 
 def _replace(node: fx.Node, by: Any) -> None:

@@ -40,6 +40,14 @@ CONVERSION_KIND = {
 }
 
 
+#: What happens to the parts of a concatenation that the axis does not cut (they are replicated there)
+UNCUT_PART = {
+    "all_gather_invariant": "invariant",
+    "reduce_scatter": "all_reduce_replicate",
+    "shard": "replicate",
+}
+
+
 @dataclass
 class Value:
     """A tensor of the new graph: its node, logical dims, layout; ``grad``: a gradient flows to it;
@@ -456,6 +464,8 @@ class Partitioner:
                 item = self.emit(self.source, operator.getitem, pieces, i)
                 if axis in set(atoms(part)):
                     item = self._along_dim(kind, item, value, layout, axis, group, at, part)
+                elif kind in UNCUT_PART and value.grad:
+                    item = self.emit_collective(UNCUT_PART[kind], item, group, 0, 0, value, layout)
                 done.append(item)
             return self.emit(self.source, aten.cat.default, done, at)
         sizes = [self.size((a,), layout) for a in axes]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import sympy
 from torch import fx
 
-from autoshard.axes import Axis, Dim, atoms, size_of
+from autoshard.axes import Axis, Dim, atoms, leaves, size_of
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
@@ -28,6 +28,10 @@ NOMINAL = {"batch": 4, "sequence": 1024}
 THRESHOLD = 8
 
 
+#: Share of the model's work below which an axis that has to be gathered again is left alone.
+SMALL = 0.02
+
+
 @dataclass
 class Candidate:
     """An axis that could be cut: ``work`` FLOPs it divides, by op; ``traffic`` bytes its sums move."""
@@ -36,6 +40,7 @@ class Candidate:
     work: dict[fx.Node, float] = field(default_factory=dict)
     traffic: float = 0.0
     blocked: str = ""
+    gathered: bool = False  # whether some op needs it whole
     ragged: bool = True  # whether pieces of unequal size would do: read by row only
 
 
@@ -70,6 +75,10 @@ class TensorParallel(Pass):
         done: dict[fx.Node, int] = {}
         taken: list[tuple[Candidate, int, int, str]] = []
         left = list(candidates(program).values())
+        total = sum(_nominal(t.flops) for t in program.typings.values())
+        for candidate in left:
+            if candidate.gathered and sum(candidate.work.values()) < SMALL * total:
+                candidate.blocked = candidate.blocked or "too little work for a gather"
         while left:
             scored = [(self._gain(c, done, ranks), -i, c) for i, c in enumerate(left)]
             scored.sort(key=lambda s: (-s[0], -s[1]))
@@ -187,9 +196,10 @@ def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Can
             if kind == "scaled_dot_product_attention":
                 candidate.blocked = "attention needs it whole"
             candidate.traffic += largest
+            candidate.gathered = True
             continue
         if work:
-            candidate.work[node] = work
+            candidate.work[node] = work * _coverage([*read, *outs], candidate.axis)
         if key in summed:
             candidate.traffic += result
         if kind not in ROWWISE:
@@ -207,6 +217,22 @@ def _plain(read: list[Any], outs: list[Any], axis: Axis) -> bool:
             if axis in set(atoms(dim)) and dim_length(dim) > 1:
                 return False
     return True
+
+
+def _coverage(tensors: list[Any], axis: Axis) -> float:
+    """The least share of a dimension that the axis cuts: below one in a concatenation."""
+    shares = [_share_of(d, axis) for dims in tensors for d in dims if axis in set(atoms(d))]
+    return min(shares, default=1.0)
+
+
+def _share_of(dim: Dim, axis: Axis) -> float:
+    for a in leaves(dim):
+        if a is axis:
+            return 1.0
+        if a.parts is not None and axis in set(atoms((a,))):
+            covered = [_nominal(size_of(p)) * _share_of(p, axis) for p in a.parts]
+            return sum(covered) / sum(_nominal(size_of(p)) for p in a.parts)
+    return 0.0
 
 
 def dim_length(dim: Dim) -> int:

@@ -56,9 +56,16 @@ def test_sequence_parallel_layer_is_megatrons(model_type):
 
 
 def test_data_parallel_moves_no_activation():
-    sharded = autoshard(tiny("llama"), {"dp": 2}, example_inputs=batch())
-    nodes = [n for n in sharded.graph_module.graph.nodes if n.target in collectives.CONVERSIONS]
-    assert [n for n in nodes if n.meta["val"].numel() > 1] == []
+    """Only the loss travels, as a sum and a count, whatever the depth."""
+    found = [
+        kinds(autoshard(tiny("llama", num_hidden_layers=n), {"dp": 2}, example_inputs=batch()))
+        for n in (1, 3)
+    ]
+    assert found[0] == found[1]
+    ahead = Counter()
+    for kind, count in found[0].items():
+        ahead[collectives.KINDS[kind][0]] += count
+    assert 1 <= ahead["sum"] <= 2 and set(ahead) <= {"sum", "identity"}
 
 
 def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
@@ -82,11 +89,12 @@ def test_no_logits_are_gathered_for_the_loss(build, sequence_parallel):
         model, {"tp": 2}, example_inputs=inputs, sequence_parallel=sequence_parallel
     )
     output = next(n for n in sharded.graph_module.graph.nodes if n.op == "output")
-    losses = [n for n in output.all_input_nodes if n.meta["val"].ndim == 0]
-    assert len(losses) == 1
-    for node in ancestors(losses[0]):
+    before_the_loss = ancestors(output.all_input_nodes[0])  # both return (loss, logits)
+    assert len(before_the_loss) > 20
+    for node in before_the_loss:
         if "gather" in collectives.CONVERSIONS.get(node.target, ""):
-            assert VOCAB not in node.meta["val"].shape, node.format_node()
+            shape = getattr(node.meta.get("val"), "shape", ())
+            assert {VOCAB, VOCAB // 2}.isdisjoint((*node.args[2:], *shape)), node.format_node()
 
 
 def test_the_head_is_cut_over_the_vocabulary():

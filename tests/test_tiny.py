@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from handwritten import GPT, MLP, tokens, vectors
+from handwritten import GPT, MLP, NoNormResidual, tokens, vectors
 
 from autoshard import MeshSpec, autoshard, collectives, verify
 
@@ -44,10 +44,9 @@ def test_verify_does_not_touch_the_model():
 @pytest.mark.parametrize("kind", ["all_reduce", "replicate"])
 def test_verify_notices_a_missing_collective(monkeypatch, kind):
     monkeypatch.setitem(collectives.KINDS, kind, ("identity", "identity"))
-    report = verify(
-        MLP(), {"tp": 2}, example_inputs=vectors(4, 32), steps=1, sequence_parallel=False
-    )
-    assert not report.ok
+    mesh, inputs = {"tp": 2}, vectors(4, 32)
+    report = verify(NoNormResidual(), mesh, example_inputs=inputs, steps=1)
+    assert not report.ok, str(report)
 
 
 def test_a_mesh_needs_no_process_group():

@@ -12,10 +12,18 @@ def factory(t: Typer, node: fx.Node) -> Typing:
     return Typing(t.new(node.meta["val"]))
 
 
+def filled(t: Typer, node: fx.Node) -> Typing:
+    """zeros, full ...: every element alike, so a rank may make its own part only."""
+    return Typing(t.new(node.meta["val"]), shapes=0)
+
+
+def filled_like(t: Typer, node: fx.Node) -> Typing:
+    """new_zeros, new_full ...: the tensor operand gives dtype and device only."""
+    return Typing(t.new(node.meta["val"]), shapes=1)
+
+
 RULES = [
-    (
-        """arange zeros ones full empty eye linspace scalar_tensor new_zeros new_ones new_full new_empty
-        tril_indices triu_indices hann_window randperm""",
-        factory,
-    ),
+    ("arange eye linspace scalar_tensor tril_indices triu_indices hann_window randperm", factory),
+    ("zeros ones full empty", filled),
+    ("new_zeros new_ones new_full new_empty", filled_like),
 ]
