@@ -31,7 +31,7 @@ class _Wrapper(nn.Module):
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         own = {k: v for k, v in inputs.items() if k not in self.targets}
         out = self.model(**own, **self.constants)
-        self.output_type = type(out)
+        self.output_type = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
         named = _tensor_outputs(out)
         if self.loss_fn is not None:
             extra = {k: v for k, v in inputs.items() if k in self.targets}

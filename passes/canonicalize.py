@@ -60,6 +60,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     elif kind == "dropout":
         if not argument(node, 1, "p") or not argument(node, 2, "train"):
             _replace(node, node.args[0])
+    elif kind == "copy":
+        _copied(graph, node)
     elif kind == "baddbmm":
         _write_out_baddbmm(graph, node)
 
@@ -93,6 +95,20 @@ def _constant_index(program: Program, node: fx.Node) -> None:
 def _replace(node: fx.Node, by: Any) -> None:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> None:
+    """copy(into, x) is x, in the shape and type of what it is copied into."""
+    into, source = node.args[:2]
+    value, made = node.meta["val"], source.meta["val"]
+    with graph.inserting_before(node):
+        new = source
+        if made.dtype != value.dtype:
+            new = graph.call_function(aten.to.dtype, (source, value.dtype))
+            new.meta = {**node.meta, "val": made.to(value.dtype)}
+        if tuple(made.shape) != tuple(value.shape):
+            return
+    _replace(node, new)
 
 
 def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:

@@ -233,7 +233,8 @@ class Partitioner:
 
     def _modes(self, typing: Typing, values: list[Value], outs: list[Any]) -> dict[str, Any]:
         """Per mesh axis, what this op does: cut an `Axis`, or run as I, R or P."""
-        whole = {id(a) for d in typing.whole for a in atoms(d)}
+        named = (a for d in typing.whole for a in atoms(d))
+        whole = {id(a) for a in named if not (typing.per_row and a.role == "batch")}
         tensors = [v.dims for v in values] + outs
         banned = {id(a) for dims in tensors for a in _repeats(dims)}
         for dim in typing.summed:
@@ -632,7 +633,10 @@ class Local:
     def _node(self, node: fx.Node) -> Any:
         if node in self.read:
             value = self.read[node]
-            return self.p.convert(value, self.p.wanted(value, self.modes))
+            wanted = self.p.wanted(value, self.modes)
+            if node in self.typing.as_is:
+                wanted |= {m: value.layout[m] for m in self.p.batch_axes}
+            return self.p.convert(value, wanted)
         return self.p._raw(node)
 
     def value(self, position: int) -> fx.Node:

@@ -80,11 +80,13 @@ def grouped_mm(t: Typer, node: fx.Node) -> Typing:
     x, weight = t.dims(node.args[0]), t.dims(node.args[1])
     offsets = argument(node, 2, "offs")
     unify(x[-1], weight[-2])
-    whole = [x[0], weight[0]]
+    whole, own = [x[0], weight[0]], ()
     if isinstance(offsets, fx.Node):
         whole.append(t.dims(offsets)[0])
+        own = (offsets,)
     out = (x[0], weight[-1])
-    return Typing(out, summed=[x[-1]], whole=whole, flops=_flops(*out, x[-1]))
+    flops = _flops(*out, x[-1])
+    return Typing(out, summed=[x[-1]], whole=whole, flops=flops, per_row=True, as_is=own)
 
 
 def convolution(t: Typer, node: fx.Node) -> Typing:

@@ -26,6 +26,10 @@ class Typing:
     localize: writes the local form of the op; see `passes.partition.Local`. None: the op as it is.
     shapes: argument positions that hold result shapes.
     random: draws random numbers.
+    per_row: an order or choice among tokens that each rank may make among its own rows: samples need
+        not be whole even where ``whole`` names them.
+    as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
+        over the data axes.
     """
 
     out: Any
@@ -36,6 +40,8 @@ class Typing:
     localize: Callable[..., Any] | None = None
     shapes: int | None = None
     random: bool = False
+    per_row: bool = False
+    as_is: tuple[fx.Node, ...] = ()
     flops: Any = 0
 
 

@@ -46,7 +46,7 @@ def index(t: Typer, node: fx.Node) -> Typing:
     together = used == list(range(used[0], used[-1] + 1))
     at = used[0] if together else 0
     out = (*rest[:at], *chosen, *rest[at:])
-    return Typing(out, whole=[dims[i] for i in used], linear="one")
+    return Typing(out, whole=[dims[i] for i in used], linear="one", per_row=True)
 
 
 def index_select(t: Typer, node: fx.Node) -> Typing:
@@ -71,7 +71,7 @@ def index_put(t: Typer, node: fx.Node) -> Typing:
         whole.extend(values[: len(values) - len(trailing)])
     else:
         whole.extend([*rest, *values])
-    return Typing(dims, whole=whole, linear="all")
+    return Typing(dims, whole=whole, linear="all", per_row=True)
 
 
 def gather(t: Typer, node: fx.Node) -> Typing:
@@ -113,7 +113,7 @@ def index_add(t: Typer, node: fx.Node) -> Typing:
     x, at, source = t.dims(node.args[0]), node.args[1], t.dims(node.args[3])
     unify(t.dims(node.args[2])[0], source[at])
     whole = [x[at], source[at], *_along(x, source, at)]
-    return Typing(x, whole=whole, linear="all")
+    return Typing(x, whole=whole, linear="all", per_row=True)
 
 
 def one_hot(t: Typer, node: fx.Node) -> Typing:

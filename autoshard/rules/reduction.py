@@ -83,7 +83,8 @@ def along(t: Typer, node: fx.Node) -> Typing:
     several = isinstance(node.meta["val"], (list, tuple))
     whole = [dims[at]] if dims else []
     linear = "one" if "cumsum" in str(node.target) else ""
-    return Typing([dims] * len(t.results(node)) if several else dims, whole=whole, linear=linear)
+    out: Any = [dims] * len(t.results(node)) if several else dims
+    return Typing(out, whole=whole, linear=linear, per_row="sort" in str(node.target))
 
 
 def topk(t: Typer, node: fx.Node) -> Typing:
