@@ -279,9 +279,19 @@ def _program(
         buffer_updates=updates,
     )
     _unify_symbols(program)
+    _keep_hints(program, tensors)
     if raise_precision:
         _raise_precision(program.graph)
     return program
+
+
+def _keep_hints(program: Program, tensors: dict[str, torch.Tensor]) -> None:
+    for node in program.graph.nodes:
+        if node.name in program.inputs:
+            real = tensors[program.inputs[node.name]]
+            for size, value in zip(node.meta["val"].shape, real.shape, strict=True):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    program.hints.setdefault(size.node.expr, int(value))
 
 
 def _unify_symbols(program: Program) -> None:

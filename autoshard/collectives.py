@@ -204,3 +204,6 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 CONVERSIONS = {globals()[kind]: kind for kind in KINDS}
 LOCAL = (local_size, local_start)
+
+
+torch.fx.graph._register_custom_builtin("Link", "from autoshard.collectives import Link", Link)

@@ -87,6 +87,7 @@ class Program:
     assignments: list[Assignment] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
+    hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     log: list[tuple[str, str, float]] = field(default_factory=list)  # pass, what it did, seconds

@@ -269,7 +269,10 @@ class Partitioner:
         if found:
             held = {id(a): sum(s is a for s in states) for a in found}
             return max(found, key=lambda a: (ranked[id(a)][0], held[id(a)], ranked[id(a)]))
-        return R if any(s == R and v.grad for s, v in zip(states, values, strict=True)) else I
+        # over the data axes a parameter's gradient is summed once a step, not where it is read
+        replicated = [s == R or (data and v.parameter) for s, v in zip(states, values, strict=True)]
+        grad = [v.grad for v in values]
+        return R if P not in states and any(r and g for r, g in zip(replicated, grad, strict=True)) else I
 
     def _read_once(self, values: list[Value], states: list[Any]) -> bool:
         """A sum that others read too is reduced now; only one that nobody else reads may travel on."""
@@ -703,11 +706,12 @@ class Local:
         """The op has reduced over these mesh axes itself: its result is invariant there."""
         self.settled.update(axes)
 
-    def convert_raw(self, kind: str, node: fx.Node, axes: tuple[str, ...]) -> fx.Node:
-        """A collective inside the op's own local form."""
+    def convert_raw(
+        self, kind: str, node: fx.Node, axes: tuple[str, ...], dims: tuple[Dim, ...] = (), grad: bool = True
+    ) -> fx.Node:
+        """A collective inside the op's own local form, on a tensor of dimensions ``dims``."""
         value = next(iter(self.read.values()))
-        dims = () if self.node.meta["val"] is not None and node.meta.get("scalar") else value.dims[:-1]
-        temporary = Value(node, dims, dict(self.modes), value.grad and kind != "all_reduce_max", True, value.itemsize)
+        temporary = Value(node, dims, dict(self.modes), value.grad and grad, True, value.itemsize)
         return self.p.emit_collective(kind, node, axes, 0, 0, temporary, dict(self.modes))
 
     def own_range(self, index: fx.Node, dim: Dim, cut: tuple[str, ...]) -> tuple[fx.Node, fx.Node]:

@@ -54,7 +54,7 @@ def _cross_entropy(tokens: list[Dim], classes: Dim) -> Any:
         ignore = argument(node, 4, "ignore_index", -100)
         smoothing = argument(node, 5, "label_smoothing", 0.0)
         if cut:
-            total = _vocab_parallel(local, logits, target, classes, cut, ignore)
+            total = _vocab_parallel(local, tokens, classes, cut, ignore)
             local.resolved(cut)
         else:
             total = local.emit(
@@ -72,29 +72,30 @@ def _count(local: Any, node: fx.Node, target: Any, weight: Any, ignore: int, cut
     dtype = node.meta["val"].dtype
     if node.args[1].meta["val"].is_floating_point():
         count = local.local_numel(node.args[1], drop=1)
-        return local.convert_raw("all_reduce", count, cut) if cut else count
+        return local.convert_raw("all_reduce", count, cut, grad=False) if cut else count
     real = local.emit(aten.ne.Scalar, target, ignore)
     if weight is not None:
         safe = local.emit(aten.masked_fill.Scalar, target, local.emit(aten.logical_not.default, real), 0)
         real = local.emit(aten.mul.Tensor, local.emit(aten.index.Tensor, weight, [safe]), real)
     count = local.emit(aten.sum.default, real)
     count = local.emit(aten.to.dtype, count, dtype)
-    return local.convert_raw("all_reduce", count, cut) if cut else count
+    return local.convert_raw("all_reduce", count, cut, grad=False) if cut else count
 
 
-def _vocab_parallel(local: Any, logits: Any, target: Any, classes: Dim, cut: Any, ignore: int) -> Any:
+def _vocab_parallel(local: Any, tokens: list[Dim], classes: Dim, cut: Any, ignore: int) -> Any:
     """Sum over tokens of log-sum-exp minus the target's logit, with the classes cut over ranks
     (Shoeybi et al. 2019, section 3): three reductions of one number per token."""
+    logits, target, per_token = local.value(0), local.value(1), tuple(tokens)
     peak = local.emit(aten.amax.default, logits, [-1], True)
-    peak = local.convert_raw("all_reduce_max", peak, cut)
+    peak = local.convert_raw("all_reduce_max", peak, cut, per_token, grad=False)
     shifted = local.emit(aten.sub.Tensor, logits, peak)
     mass = local.emit(aten.sum.dim_IntList, local.emit(aten.exp.default, shifted), [-1])
-    mass = local.convert_raw("all_reduce", mass, cut)
+    mass = local.convert_raw("all_reduce", mass, cut, per_token)
     inside, position = local.own_range(target, classes, cut)
     picked = local.emit(aten.gather.default, shifted, -1, local.emit(aten.unsqueeze.default, position, -1))
     picked = local.emit(aten.squeeze.dim, picked, -1)
     picked = local.emit(aten.masked_fill.Scalar, picked, local.emit(aten.logical_not.default, inside), 0)
-    picked = local.convert_raw("all_reduce", picked, cut)
+    picked = local.convert_raw("all_reduce", picked, cut, per_token)
     each = local.emit(aten.sub.Tensor, local.emit(aten.log.default, mass), picked)
     ignored = local.emit(aten.eq.Scalar, target, ignore)
     each = local.emit(aten.masked_fill.Scalar, each, ignored, 0)

@@ -138,10 +138,10 @@ def batch_norm(t: Typer, node: fx.Node) -> Typing:
     )
     if not training:
         return Typing(out)
-    return Typing(out, localize=_batch_norm(reduced), whole=list(dims[2:]))
+    return Typing(out, localize=_batch_norm(reduced, channel), whole=list(dims[2:]))
 
 
-def _batch_norm(reduced: list[Dim]) -> Any:
+def _batch_norm(reduced: list[Dim], channel: Dims) -> Any:
     """Training statistics of a cut batch: local moments, summed over the ranks (Chan et al. 1979)."""
 
     def localize(local: Any) -> Any:
@@ -158,7 +158,7 @@ def _batch_norm(reduced: list[Dim]) -> Any:
 
         def average(value: Any) -> Any:
             total = local.emit(aten.sum.dim_IntList, value, at, False)
-            total = local.convert_raw("all_reduce_replicate", total, cut)
+            total = local.convert_raw("all_reduce_replicate", total, cut, channel)
             return local.emit(aten.div.Tensor, total, count)
 
         def wide(value: Any) -> Any:
