@@ -42,7 +42,13 @@ def autoshard(
     _refuse_unsupported(spec, zero, later)
     rank = _live_rank(spec)
     program, output_type = build(
-        model, spec, example_inputs, sequence_parallel=sequence_parallel, loss_fn=loss_fn, strict=strict, passes=passes
+        model,
+        spec,
+        example_inputs,
+        sequence_parallel=sequence_parallel,
+        loss_fn=loss_fn,
+        strict=strict,
+        passes=passes,
     )
     signature = inspect.signature(model.forward)
     return ShardedModule(program, rank or 0, rank is not None, signature, output_type)
@@ -76,7 +82,11 @@ def _live_rank(spec: MeshSpec) -> int | None:
     if spec.world_size > dist.get_world_size():
         raise MeshError(
             message(
-                "mesh", str(spec), f"{spec.world_size} ranks", f"the world has {dist.get_world_size()}", "start more"
+                "mesh",
+                str(spec),
+                f"{spec.world_size} ranks",
+                f"the world has {dist.get_world_size()}",
+                "start more",
             )
         )
     return dist.get_rank()

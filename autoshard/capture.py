@@ -22,7 +22,9 @@ aten = torch.ops.aten
 class _Wrapper(nn.Module):
     """Gives ``torch.export`` plain arguments and tensor-only outputs."""
 
-    def __init__(self, model: nn.Module, constants: dict[str, Any], loss_fn: Any, targets: set[str]):
+    def __init__(
+        self, model: nn.Module, constants: dict[str, Any], loss_fn: Any, targets: set[str]
+    ):
         super().__init__()
         self.model = model
         self.constants, self.loss_fn, self.targets = constants, loss_fn, targets
@@ -194,7 +196,9 @@ def _where(error: BaseException | None) -> str:
         code = trace.tb_frame.f_code
         module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and "/torch/" not in code.co_filename:
-            found = f" at {type(module).__name__}.{code.co_name}, {code.co_filename}:{trace.tb_lineno}"
+            found = (
+                f" at {type(module).__name__}.{code.co_name}, {code.co_filename}:{trace.tb_lineno}"
+            )
         trace = trace.tb_next
     return found
 

@@ -43,7 +43,9 @@ def run(program: Program, passes: list[Pass]) -> Program:
         after = (len(program.graph.nodes), len(program.assignments), len(program.conversions))
         words = [
             f"{what} {a} -> {b}"
-            for what, a, b in zip(("nodes", "assignments", "collectives"), before, after, strict=True)
+            for what, a, b in zip(
+                ("nodes", "assignments", "collectives"), before, after, strict=True
+            )
             if a != b
         ]
         program.log.append((str(step), ", ".join(words) or "nothing", time.perf_counter() - start))

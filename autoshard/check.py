@@ -32,5 +32,7 @@ def collectives_name_mesh_axes(program: Program) -> None:
             over = node.args[1]
             if [a for a in axes if a in over] != list(over):
                 raise ShardingError(
-                    message("check", node.name, f"over {over}", f"the mesh has {axes}", "report this")
+                    message(
+                        "check", node.name, f"over {over}", f"the mesh has {axes}", "report this"
+                    )
                 )

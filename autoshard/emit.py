@@ -48,12 +48,18 @@ def loss_graph(program: Program) -> fx.Graph:
     return graph
 
 
-def bind(graph: fx.Graph, mesh: SubMesh, rank: int, groups: dict[tuple[str, ...], str]) -> fx.GraphModule:
+def bind(
+    graph: fx.Graph, mesh: SubMesh, rank: int, groups: dict[tuple[str, ...], str]
+) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
-        if node.op != "call_function" or node.target not in LINKED or not isinstance(node.args[1], tuple):
+        if (
+            node.op != "call_function"
+            or node.target not in LINKED
+            or not isinstance(node.args[1], tuple)
+        ):
             continue
         axes = node.args[1]
         if not axes:
@@ -102,7 +108,14 @@ class ShardedModule(nn.Module):
     the global batch, with gradients reduced. Raises CaptureError for wrong input names.
     """
 
-    def __init__(self, program: Program, rank: int, live: bool, signature: inspect.Signature, output_type: Any):
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        live: bool,
+        signature: inspect.Signature,
+        output_type: Any,
+    ):
         super().__init__()
         self.program, self.rank_index, self.live = program, rank, live
         self._signature, self._output_type = signature, output_type
@@ -236,7 +249,13 @@ class ShardedModule(nn.Module):
         """Rank ``r``'s module, for inspection; without a process group."""
         if not 0 <= r < self.program.mesh.mesh.world_size:
             raise MeshError(
-                message("rank", str(r), f"mesh {self.program.mesh.mesh}", "no such rank", "pick a smaller one")
+                message(
+                    "rank",
+                    str(r),
+                    f"mesh {self.program.mesh.mesh}",
+                    "no such rank",
+                    "pick a smaller one",
+                )
             )
         return ShardedModule(self.program, r, False, self._signature, self._output_type)
 

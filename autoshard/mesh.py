@@ -54,7 +54,9 @@ class MeshSpec:
             name, _, size = item.partition("=")
             if name in sizes:
                 raise MeshError(
-                    message("mesh", f"axis {name}", f"got {text!r}", "it is named twice", "drop one")
+                    message(
+                        "mesh", f"axis {name}", f"got {text!r}", "it is named twice", "drop one"
+                    )
                 )
             if not size.isdigit():
                 raise MeshError(

@@ -20,7 +20,9 @@ from autoshard.runtime import rng
 
 class _Lockstep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: str, links: list[Link], dim: int, sizes: list[int], *xs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, kind: str, links: list[Link], dim: int, sizes: list[int], *xs: torch.Tensor
+    ) -> Any:
         ctx.call = kind, links, dim, sizes
         return tuple(_primitive(KINDS[kind][0], links, dim, sizes, list(xs)))
 
@@ -30,15 +32,23 @@ class _Lockstep(torch.autograd.Function):
         return None, None, None, None, *_primitive(KINDS[kind][1], links, dim, sizes, list(grads))
 
 
-def _primitive(name: str, links: list[Link], dim: int, sizes: list[int], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _primitive(
+    name: str, links: list[Link], dim: int, sizes: list[int], xs: list[torch.Tensor]
+) -> list[torch.Tensor]:
     if name == "gather":
         return [torch.cat(xs, dim) for _ in xs]
     if name in ("sum", "scatter_sum"):
         total = torch.stack(xs).sum(0)
         if name == "sum":
             return [total.clone() for _ in xs]
-        return [PRIMITIVES["slice"](total, link, dim, size).clone() for link, size in zip(links, sizes, strict=True)]
-    return [PRIMITIVES[name](x, link, dim, s).clone() for x, link, s in zip(xs, links, sizes, strict=True)]
+        return [
+            PRIMITIVES["slice"](total, link, dim, size).clone()
+            for link, size in zip(links, sizes, strict=True)
+        ]
+    return [
+        PRIMITIVES[name](x, link, dim, s).clone()
+        for x, link, s in zip(xs, links, sizes, strict=True)
+    ]
 
 
 def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list[Any]:
@@ -57,7 +67,9 @@ def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list
             try:
                 values = _run(node, mesh, env)
             except RuntimeError as error:
-                raise RuntimeError(f"{node.format_node()} from {node.meta.get('origin')}: {error}") from error
+                raise RuntimeError(
+                    f"{node.format_node()} from {node.meta.get('origin')}: {error}"
+                ) from error
             for r, value in enumerate(values):
                 env[r][node] = value
         for dead in last_use.get(node, ()):
@@ -84,9 +96,13 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]]) -> list[An
         axes = node.args[1]
         links = [Link(axes, "", mesh.size(axes), mesh.index(r, axes)) for r in range(len(env))]
         if node.target in collectives.LOCAL:
-            return [node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)]
+            return [
+                node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)
+            ]
         if node.target is rng.draw:
-            return _in_step(node, [((a[0], link, *a[2:]), k) for (a, k), link in zip(calls, links, strict=True)])
+            return _in_step(
+                node, [((a[0], link, *a[2:]), k) for (a, k), link in zip(calls, links, strict=True)]
+            )
         return _collective(node, mesh, axes, links, [args for args, _ in calls])
     if node.target is rng.draw:
         return _in_step(node, calls)
@@ -102,7 +118,9 @@ def _in_step(node: fx.Node, calls: list[Any]) -> list[Any]:
     return out
 
 
-def _collective(node: fx.Node, mesh: SubMesh, axes: tuple[str, ...], links: list[Link], calls: list[Any]) -> list[Any]:
+def _collective(
+    node: fx.Node, mesh: SubMesh, axes: tuple[str, ...], links: list[Link], calls: list[Any]
+) -> list[Any]:
     out: list[Any] = [None] * len(calls)
     for first in range(len(calls)):
         if out[first] is not None:

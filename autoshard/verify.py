@@ -82,7 +82,9 @@ class Report:
         if got is None:
             return
         if got.shape != expected.shape:
-            self.rows.append(Row(f"{what} {tuple(got.shape)} != {tuple(expected.shape)}", float("inf"), 0.0))
+            self.rows.append(
+                Row(f"{what} {tuple(got.shape)} != {tuple(expected.shape)}", float("inf"), 0.0)
+            )
             return
         if not got.numel():
             return
@@ -94,7 +96,10 @@ class Report:
     def table(self, only_failures: bool = False) -> str:
         rows = [r for r in self.rows if not (only_failures and r.ok)]
         return tabulate(
-            [(r.what, f"{r.difference:.2e}", f"{r.magnitude:.2e}", "ok" if r.ok else "DIFFERS") for r in rows],
+            [
+                (r.what, f"{r.difference:.2e}", f"{r.magnitude:.2e}", "ok" if r.ok else "DIFFERS")
+                for r in rows
+            ],
             headers=("what", "max difference", "max value", "verdict"),
         )
 
@@ -127,7 +132,9 @@ def verify(
     reference = _double_model(model)
     program, output_type = build(reference, spec, batch, raise_precision=True, **options)
     signature = inspect.signature(model.forward)
-    ranks = [ShardedModule(program, r, False, signature, output_type) for r in range(spec.world_size)]
+    ranks = [
+        ShardedModule(program, r, False, signature, output_type) for r in range(spec.world_size)
+    ]
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
     own = make([p for p in reference.parameters() if p.requires_grad])
@@ -138,7 +145,9 @@ def verify(
         expected = _reference_step(reference, batch, loss_fn)
         torch.set_rng_state(seed)
         _compare_step(report, program, ranks, batch, reference, expected, step)
-        norm = nn.utils.clip_grad_norm_([p for p in reference.parameters() if p.grad is not None], max_norm)
+        norm = nn.utils.clip_grad_norm_(
+            [p for p in reference.parameters() if p.grad is not None], max_norm
+        )
         total = torch.stack([gather.squared_norm(m) for m in ranks]).sum().sqrt()
         report.add(f"step {step} gradient norm", total, norm)
         for module, each in zip(ranks, theirs, strict=True):
@@ -152,7 +161,9 @@ def verify(
 
 
 def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return (
+        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
 
 
 def _double_model(model: nn.Module) -> nn.Module:
@@ -207,7 +218,13 @@ def split_batch(batch: dict[str, Any], mesh: MeshSpec, rank: int) -> dict[str, A
 
 
 def _compare_step(
-    report: Report, program: Program, ranks: list[ShardedModule], batch: Any, model: nn.Module, expected: Any, step: int
+    report: Report,
+    program: Program,
+    ranks: list[ShardedModule],
+    batch: Any,
+    model: nn.Module,
+    expected: Any,
+    step: int,
 ) -> None:
     arguments = [m.arguments((), split_batch(batch, report.mesh, r)) for r, m in enumerate(ranks)]
     results = simulate(program.graph, program.mesh, arguments)
@@ -235,14 +252,18 @@ def _compare_step(
             report.add(f"step {step} gradient of {parameter.name}", got, reference.grad)
 
 
-def _compare_outputs(report: Report, program: Program, results: list[Any], expected: Any, step: int) -> None:
+def _compare_outputs(
+    report: Report, program: Program, results: list[Any], expected: Any, step: int
+) -> None:
     output = next(n for n in program.graph.nodes if n.op == "output")
     mesh = program.mesh
     for i, name in enumerate(program.output_names):
         if i == program.loss:
             continue
         layout = program.layouts.get(output.args[0][i], {})
-        cut = tuple(m for m in mesh.axes if not isinstance(layout.get(m), str) and layout.get(m) is not None)
+        cut = tuple(
+            m for m in mesh.axes if not isinstance(layout.get(m), str) and layout.get(m) is not None
+        )
         if not cut:
             for r, result in enumerate(results):
                 report.add(f"step {step} output {name}, rank {r}", result[i], expected[name])
@@ -282,7 +303,9 @@ def assemble(program: Program, key: str, locals_: list[torch.Tensor]) -> torch.T
 
 
 @torch.no_grad()
-def _compare_parameters(report: Report, program: Program, ranks: list[ShardedModule], model: nn.Module) -> None:
+def _compare_parameters(
+    report: Report, program: Program, ranks: list[ShardedModule], model: nn.Module
+) -> None:
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     for key, parameter in program.values.items():
         names = [n for n in parameter.names if n in state]
