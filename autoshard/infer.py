@@ -82,9 +82,16 @@ def _all_dims(dims: Any) -> list[Any]:
 
 
 def _roles(program: Program) -> None:
-    """``batch`` is dim 0 of the inputs; ``sequence`` the query axis of attention, or dim 1."""
+    """``batch`` is dim 0 of the first input, and of every input with as many rows; ``sequence`` the
+    query axis of attention, or dim 1."""
+    rows = None
     for node, dims in program.dims.items():
         if node.op != "placeholder" or node.name not in program.inputs or not dims:
+            continue
+        size = size_of(dims[0])
+        size = size if isinstance(size, int) else size.subs(program.hints)
+        rows = size if rows is None else rows
+        if size != rows:
             continue
         for axis in atoms(dims[0]):
             axis.role, axis.name = "batch", "batch"
@@ -134,8 +141,7 @@ def batch_axes(program: Program) -> list[Axis]:
     found: dict[int, Axis] = {}
     for node, dims in program.dims.items():
         if node.op == "placeholder" and node.name in program.inputs and dims:
-            for axis in atoms(dims[0]):
-                found[id(axis)] = axis
+            found.update({id(a): a for a in atoms(dims[0]) if a.role == "batch"})
     return list(found.values())
 
 

@@ -60,6 +60,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     elif kind == "dropout":
         if not argument(node, 1, "p") or not argument(node, 2, "train"):
             _replace(node, node.args[0])
+    elif kind == "broadcast_tensors":
+        _write_out_broadcast(graph, node)
     elif kind == "copy":
         _copied(graph, node)
     elif kind == "baddbmm":
@@ -95,6 +97,20 @@ def _constant_index(program: Program, node: fx.Node) -> None:
 def _replace(node: fx.Node, by: Any) -> None:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
+
+
+def _write_out_broadcast(graph: fx.Graph, node: fx.Node) -> None:
+    """broadcast_tensors is an expand of each operand that has another shape."""
+    for user in list(node.users):
+        source, value = node.args[0][user.args[1]], user.meta["val"]
+        if tuple(source.meta["val"].shape) == tuple(value.shape):
+            _replace(user, source)
+            continue
+        largest = next(n for n in node.args[0] if tuple(n.meta["val"].shape) == tuple(value.shape))
+        with graph.inserting_before(user):
+            new = graph.call_function(aten.expand_as.default, (source, largest))
+        new.meta = dict(user.meta)
+        _replace(user, new)
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> None:

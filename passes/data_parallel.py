@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.chain import Pass
-from autoshard.errors import MeshError, message
+from autoshard.errors import MeshError, ShardingError, message
 from autoshard.infer import batch_axes
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Assignment, Program, shallow
@@ -25,7 +25,22 @@ class DataParallel(Pass):
         if not over:
             return program
         ranks = program.mesh.size(over)
-        for axis in batch_axes(program):
+        found = batch_axes(program)
+        if not found or any(axis.opaque for axis in found):
+            raise ShardingError(
+                message(
+                    "data_parallel",
+                    "the batch",
+                    f"dim 0 of {', '.join(program.inputs.values())}",
+                    "it has one row in example_inputs, so its size is fixed"
+                    if not found
+                    else "the model reshapes it in a way that mixes rows",
+                    "give example_inputs of two rows or more"
+                    if not found
+                    else f"drop {','.join(over)} from the mesh",
+                )
+            )
+        for axis in found:
             if isinstance(axis.size, int) and axis.size % ranks:
                 raise MeshError(
                     message(

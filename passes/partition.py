@@ -40,6 +40,9 @@ CONVERSION_KIND = {
 }
 
 
+#: Ops whose numbers are sizes.
+SIZED = frozenset("arange linspace tril_indices triu_indices randperm eye".split())
+
 #: What happens to the parts of a concatenation that the axis does not cut (they are replicated there)
 UNCUT_PART = {
     "all_gather_invariant": "invariant",
@@ -90,6 +93,13 @@ class Partitioner:
         self.layouts: dict[fx.Node, Any] = {}
         self.order = {m: program.assigned(m) for m in self.axes}
         self.batch_axes = [m for m in self.axes if m.partition(".")[0] in DATA_AXES]
+        #: axes of which the inputs hold this rank's rows only: no rank ever has them whole
+        self.rows = {
+            id(a.axis): a.axis
+            for m in self.batch_axes
+            for a in self.order[m]
+            if not isinstance(a.axis.size, int)
+        }
         self.assigned = {
             m: {id(a.axis): (a.priority, -i) for i, a in enumerate(self.order[m])} for m in self.axes
         }
@@ -245,12 +255,30 @@ class Partitioner:
                 for axis in atoms(dim):
                     if not axis.opaque and id(axis) not in whole and id(axis) not in banned:
                         space[id(axis)] = axis
+        rows = {id(a): a for dims in tensors for d in dims for a in atoms(d) if id(a) in self.rows}
+        if rows:
+            self._rows_stay_apart(rows, whole, banned)
         derived = any(v.derived for v in values)
         modes: dict[str, Any] = {}
         for m in self.axes:
-            modes[m] = self._mode(m, typing, values, outs, space, derived)
+            own = [a for i, a in rows.items() if i in self.assigned[m]] if m in self.batch_axes else []
+            modes[m] = own[0] if own else self._mode(m, typing, values, outs, space, derived)
         self._join_siblings(modes)
         return modes
+
+    def _rows_stay_apart(self, rows: dict[int, Axis], whole: set[int], banned: set[int]) -> None:
+        """No op may need the rows of other data ranks: they are not here, nor is their number known."""
+        needed = [a for i, a in rows.items() if i in whole or i in banned]
+        if needed:
+            raise ShardingError(
+                message(
+                    f"{op_name(self.source.target)} {module_path(self.source)}",
+                    f"result {self.source.name}",
+                    f"batch of {needed[0].size} rows over {','.join(self.batch_axes)}",
+                    "this op mixes the rows of the batch, and every data rank holds its own rows only",
+                    "drop the data axes, or give static sizes with a batch that they divide",
+                )
+            )
 
     def _mode(self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool) -> Any:
         states = [v.layout[m] for v in values]
@@ -264,8 +292,6 @@ class Partitioner:
         found = [a for i, a in space.items() if i in ranked]
         if not derived and not data:  # made of inputs and constants only: cheap, stays whole
             found = [a for a in found if any(s is a for s in states)]
-        if not values and data:
-            found = [a for dims in outs for d in dims for a in atoms(d) if id(a) in ranked]
         if found:
             held = {id(a): sum(s is a for s in states) for a in found}
             return max(found, key=lambda a: (ranked[id(a)][0], held[id(a)], ranked[id(a)]))
@@ -547,6 +573,35 @@ class Partitioner:
             message("partition", "a dynamic size", str(expr), f"{name} is not supported", "capture with static sizes")
         )
 
+    def global_number(self, local: Local, node: fx.Node, number: Any, as_tensor: bool) -> Any:
+        """A number computed from sizes, over the rows of all data ranks: exact also when they hold
+        different numbers of rows."""
+        value = node.meta.get("val")
+        if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return number
+        expr = value.node.expr
+        rows = [a.size for a in self.rows.values() if expr.has(a.size)]
+        if not rows:
+            return number
+        plain = expr.replace(lambda e: type(e).__name__ == "IntTrueDiv", lambda e: e.args[0] / e.args[1])
+        plain = plain.replace(lambda e: type(e).__name__ == "ToFloat", lambda e: e.args[0])
+        power = sympy.simplify(sympy.diff(plain, rows[0]) * rows[0] / plain)
+        if len(rows) > 1 or not power.is_Integer or not as_tensor:
+            raise ShardingError(
+                message(
+                    f"{op_name(self.source.target)} {module_path(self.source)}",
+                    f"the number {node.name}",
+                    f"{expr} with {rows[0]} rows over {','.join(self.batch_axes)}",
+                    "the number of rows of the global batch cannot be put in here",
+                    "use a mean instead of a sum divided by a size",
+                )
+            )
+        mine = self.size_node(rows[0])
+        count = local.count_rows(mine)
+        per_row = self.graph.call_function(operator.truediv, (count, mine))
+        ratio = self.emit(self.source, aten.pow.Tensor_Scalar, per_row, int(power))
+        return self.emit(self.source, aten.mul.Tensor, ratio, number)
+
     def size(self, dim: Dim, layout: Layout) -> Any:
         """This rank's size of a dimension: an int where all ranks agree, else a node."""
         out: Any = 1
@@ -660,10 +715,22 @@ class Local:
         if self.typing.shapes is not None:
             args[self.typing.shapes] = self.shape()
         kwargs = self.mapped(self.node.kwargs)
+        self._count_all_rows(args)
+        if self.node.target is aten.view.default:  # a local piece may have other strides
+            return self.emit(aten.reshape.default, *args, **kwargs)
         if self.typing.random:
             cut = tuple(m for m, mode in self.modes.items() if isinstance(mode, Axis))
             return self.emit(rng.draw, self.node.target, cut, *args, **kwargs)
         return self.emit(self.node.target, *args, **kwargs)
+
+    def _count_all_rows(self, args: list[Any]) -> None:
+        """A size used as a number (``x.sum() / len(x)``) means the global batch: counted over the ranks."""
+        schema = getattr(self.node.target, "_schema", None)
+        if schema is None or not self.p.rows or op_name(self.node.target) in SIZED:
+            return
+        for i, (arg, of) in enumerate(zip(self.node.args, schema.arguments, strict=False)):
+            if str(of.type) in ("Tensor", "number", "Scalar") and isinstance(arg, fx.Node):
+                args[i] = self.p.global_number(self, arg, args[i], str(of.type) == "Tensor")
 
     def shape(self) -> list[Any]:
         """The result's local shape, as a literal."""
@@ -734,12 +801,18 @@ class Local:
         count: Any = 1
         for dim in dims:
             count = self.p._times(count, self.p.size(dim, layout))
-        if not data:
-            return count
+        return self._over_ranks(count, data) if data else count
+
+    def count_rows(self, mine: Any) -> fx.Node:
+        """The number of rows of the global batch, a tensor."""
+        return self._over_ranks(mine, tuple(self.p.batch_axes))
+
+    def _over_ranks(self, count: Any, axes: tuple[str, ...]) -> fx.Node:
         local = self.emit(aten.new_full.default, self._first(), [], count, dtype=self._dtype())
         local.meta["numel"] = 1
-        out = self.p.emit_collective("all_reduce", local, data, 0, 0, self._scalar_value(local), dict(self.modes))
-        return out
+        return self.p.emit_collective(
+            "all_reduce", local, axes, 0, 0, self._scalar_value(local), dict(self.modes)
+        )
 
     def _dtype(self) -> Any:
         tensor = tensor_results(self.node)[0]

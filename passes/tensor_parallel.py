@@ -42,6 +42,7 @@ class Candidate:
     blocked: str = ""
     gathered: bool = False  # whether some op needs it whole
     ragged: bool = True  # whether pieces of unequal size would do: read by row only
+    read: set[fx.Node] = field(default_factory=set)  # values without it that its ops read
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,17 @@ def candidates(program: Program) -> dict[int, Candidate]:
             for axis in atoms(dim):
                 if axis.role not in ("batch", "sequence") and not axis.opaque:
                     found.setdefault(id(axis), Candidate(axis))
+    derived: set[fx.Node] = set()  # values that a gradient flows to
     for node, typing in program.typings.items():
-        _count(program, node, typing, found)
+        if any(n in derived or n.name in program.parameters() for n in node.all_input_nodes):
+            derived.add(node)
+        _count(program, node, typing, found, derived)
     return found
 
 
-def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Candidate]) -> None:
-    read = [program.dims[n] for n in operands(node)]
+def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Candidate], derived: set[fx.Node]) -> None:
+    values = operands(node)
+    read = [program.dims[n] for n in values]
     summed = {id(a) for d in typing.summed for a in atoms(d)}
     whole = {id(a) for d in typing.whole for a in atoms(d)}
     outs = typing.out if isinstance(typing.out, list) else [typing.out]
@@ -202,12 +207,21 @@ def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Can
             candidate.work[node] = work * _coverage([*read, *outs], candidate.axis)
         if key in summed:
             candidate.traffic += result
+        for value, dims in zip(values, read, strict=True):
+            # the gradient of what every rank reads whole is summed, once per value
+            if value in derived and value not in candidate.read and not _has(dims, candidate.axis):
+                candidate.read.add(value)
+                candidate.traffic += 4 * _nominal(size_of(sum(dims, ())))
         if kind not in ROWWISE:
             candidate.ragged = candidate.ragged and _plain(read, outs, candidate.axis)
 
 
 #: Ops that read an axis by row, however long each rank's piece is.
 ROWWISE = frozenset("linear embedding cross_entropy_loss mm addmm matmul t transpose permute".split())
+
+
+def _has(dims: Any, axis: Axis) -> bool:
+    return any(a is axis for d in dims for a in atoms(d))
 
 
 def _plain(read: list[Any], outs: list[Any], axis: Axis) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autoshard.rules import (
     attention,
     contraction,
@@ -38,8 +40,12 @@ def op_name(target: Any) -> str:
 
 
 def rule_for(target: Any) -> Rule | None:
-    """The rule of an op; None where there is none (the op then needs everything whole)."""
-    return RULES.get(op_name(target))
+    """The rule of an op; None where there is none (the op then needs everything whole). Ops that
+    torch itself marks as pointwise need no rule of their own."""
+    rule = RULES.get(op_name(target))
+    if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return elementwise.elementwise
+    return rule
 
 
 __all__ = ["RULES", "Rule", "Typer", "Typing", "op_name", "rule_for"]

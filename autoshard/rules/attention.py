@@ -27,7 +27,7 @@ def attention(t: Typer, node: fx.Node) -> Typing:
 
         unify(q[-3], (*k[-3], *fresh(ratio)))
     out = (*lead, q[-2], v[-1])
-    whole = [k[-2], q[-1]]
+    whole = [k[-2], q[-1], v[-1]]  # fused kernels want whole heads
     if isinstance(mask, fx.Node):
         broadcast([t.dims(mask)[:-1], out[:-1]])
         if t.dims(mask)[-1]:

@@ -59,7 +59,7 @@ RULES = [
         maximum minimum where masked_fill eq ne lt le gt ge logical_and logical_or logical_not
         logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__ isnan isinf
         isfinite remainder fmod floor_divide rsub nan_to_num relu6 lerp addcmul addcdiv copy
-        zeros_like ones_like full_like empty_like threshold prelu polar logaddexp sgn
+        zeros_like ones_like full_like empty_like fill threshold prelu polar logaddexp sgn
         __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift""",
         elementwise,
     ),

@@ -96,20 +96,62 @@ def topk(t: Typer, node: fx.Node) -> Typing:
 
 
 def normalize(t: Typer, node: fx.Node) -> Typing:
-    """layer_norm, rms_norm over the last dimensions, which must be whole."""
+    """layer_norm, rms_norm over the last dimensions; where these are cut, over the ranks' moments."""
     dims = t.dims(node.args[0])
     count = len(node.args[1])
-    last = dims[len(dims) - count :]
+    last = list(dims[len(dims) - count :])
     for name, position in (("weight", 2), ("bias", 3)):
         scale = argument(node, position, name)
         if isinstance(scale, fx.Node):
             for a, b in zip(t.dims(scale), last, strict=True):
                 unify(a, b)
-    out: Any = dims
     if isinstance(node.meta["val"], (list, tuple)):
         kept = (*dims[: len(dims) - count], *([()] * count))
-        out = [dims, kept, kept]
-    return Typing(out, whole=list(last))
+        return Typing([dims, kept, kept], whole=last)
+    return Typing(dims, localize=_normalize(dims[: len(dims) - count], last))
+
+
+def _normalize(rows: Dims, last: list[Dim]) -> Any:
+    """Moments of cut features: local sums, one number per row summed over the ranks."""
+
+    def localize(local: Any) -> Any:
+        cut = local.cutting(last)
+        if not cut:
+            args = list(local.mapped(local.node.args))
+            args[1] = [local.size(d) for d in last]
+            return local.emit(local.node.target, *args, **local.mapped(local.node.kwargs))
+        node, x = local.node, local.value(0)
+        dtype = node.args[0].meta["val"].dtype
+        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        weight, bias = argument(node, 2, "weight"), None
+        is_layer_norm = "layer_norm" in str(node.target)
+        eps = argument(node, 4 if is_layer_norm else 3, "eps")
+        at, kept = [-1 - i for i in range(len(last))], (*rows, *([()] * len(last)))
+        size = local.whole_size(last)
+
+        def average(value: Any) -> Any:
+            total = local.emit(aten.sum.dim_IntList, value, at, True)
+            total = local.convert_raw("all_reduce_replicate", total, cut, kept)
+            return local.emit(aten.div.Tensor, total, size)
+
+        if wide != dtype:
+            x = local.emit(aten.to.dtype, x, wide)
+        if is_layer_norm:
+            bias = argument(node, 3, "bias")
+            x = local.emit(aten.sub.Tensor, x, average(x))
+        spread = local.emit(
+            aten.add.Tensor,
+            average(local.emit(aten.mul.Tensor, x, x)),
+            torch.finfo(dtype).eps if eps is None else eps,
+        )
+        out = local.emit(aten.mul.Tensor, x, local.emit(aten.rsqrt.default, spread))
+        if weight is not None:
+            out = local.emit(aten.mul.Tensor, out, local.mapped(weight))
+        if bias is not None:
+            out = local.emit(aten.add.Tensor, out, local.mapped(bias))
+        return local.emit(aten.to.dtype, out, dtype) if wide != dtype else out
+
+    return localize
 
 
 def group_norm(t: Typer, node: fx.Node) -> Typing:

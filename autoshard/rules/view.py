@@ -219,19 +219,23 @@ def stack(t: Typer, node: fx.Node) -> Typing:
 
 
 def repeat(t: Typer, node: fx.Node) -> Typing:
-    times, source = node.args[1], t.dims(node.args[0])
-    source = ((),) * (len(times) - len(source)) + tuple(source)
-    shape = t.shape(node.meta["val"])
-    out, whole = [], []
-    for dim, count, size in zip(source, times, shape, strict=True):
-        if count == 1:
-            out.append(dim)
-        elif isinstance(count, int):
-            out.append((Axis(count), *dim))
-        else:
-            out.append(fresh(size))
-            whole.append(dim)
-    return Typing(tuple(out), whole=whole, linear="one")
+    """x[d] repeated n times -> [n d]; every rank may make its own part of the n."""
+    source = t.dims(node.args[0])
+    source = ((),) * (len(node.args[1]) - len(source)) + tuple(source)
+    times = [fresh(t.size(_value(n))) for n in node.args[1]]
+    out = tuple((*many, *dim) for many, dim in zip(times, source, strict=True))
+    return Typing(out, fresh=times, linear="one", localize=_repeat(times))
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _repeat(times: list[Dim]) -> Any:
+    def localize(local: Any) -> Any:
+        return local.emit(local.node.target, local.value(0), [local.size(n) for n in times])
+
+    return localize
 
 
 def repeat_interleave(t: Typer, node: fx.Node) -> Typing:
