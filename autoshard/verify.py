@@ -136,7 +136,7 @@ def verify(
         ShardedModule(program, r, False, signature, output_type) for r in range(spec.world_size)
     ]
     report = Report(spec, sharded=ranks[0])
-    make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
+    make = optimizer or (lambda params: torch.optim.AdamW(params))
     own = make([p for p in reference.parameters() if p.requires_grad])
     theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
     loss_fn = options.get("loss_fn")

@@ -8,6 +8,7 @@ the work that cutting it saves outweighs the traffic that cutting it causes.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -117,28 +118,43 @@ class TensorParallel(Pass):
         return min(saved, fresh) / (candidate.traffic + 1.0)
 
     def _report(self, program: Program, taken: list[Any], ranks: int) -> None:
-        """All axes that divide only in part, at once."""
-        problems = []
+        """All axes that do not divide, at once. Rows of a table of tokens count as padded."""
+        problems: dict[str, int] = {}
         for candidate, start, end, _ in taken:
+            axis = candidate.axis
             follows = [t for t in taken if t[1] == end and set(t[0].work) & set(candidate.work)]
+            where = f"{axis.name or 'axis'} of {axis.size} in {_where(program, axis)}"
             if end < ranks and not follows:
-                size = candidate.axis.size
-                problems.append(
-                    f"{candidate.axis.name or 'axis'} of {size}: cut {end // start} ways, replicated {ranks // end} ways"
-                )
+                key = f"{where}: cut {end // start} ways, replicated {ranks // end} ways"
+            elif axis.size % (end // start) and axis.role not in ("vocab", "rows"):
+                key = f"{where}: cut {end // start} ways, in pieces of unequal size"
+            else:
+                continue
+            problems[key] = problems.get(key, 0) + 1
         if not problems:
             return
-        counted = [f"{p} ({problems.count(p)} times)" for p in dict.fromkeys(problems)]
         text = message(
             "tensor_parallel",
-            "axes that tp does not divide",
-            "; ".join(counted),
+            f"{len(problems)} kinds of axes that {self.axis} does not divide",
+            "\n    ".join(["", *(f"{p} ({n} times)" for p, n in problems.items())]),
             f"{self.axis}={ranks} does not divide these sizes",
-            f"use a {self.axis} that divides them, or accept the replicated work",
+            f"use a {self.axis} that divides them"
+            + ("" if self.strict else ", or accept the extra work; strict=True makes this an error"),
         )
         if self.strict:
             raise ShardingError(text)
         program.notes.append(text)
+
+
+def _where(program: Program, axis: Axis) -> str:
+    """The parameters that have an axis, layers of one kind written once."""
+    names = [
+        re.sub(r"\.\d+(?=\.)", ".*", p.name)
+        for p in program.parameters().values()
+        if _has(p.dims, axis)
+    ]
+    found = list(dict.fromkeys(names))
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _share(candidate: Candidate, ranks: int, start: int) -> int:

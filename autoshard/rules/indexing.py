@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.axes import same_size
+from autoshard.axes import leaves, same_size
 from autoshard.rules.core import Dim, Typer, Typing, argument, broadcast, size_of, unify
 
 aten = torch.ops.aten
@@ -16,6 +16,8 @@ aten = torch.ops.aten
 def embedding(t: Typer, node: fx.Node) -> Typing:
     """weight[rows, dim], ids[...] -> [..., dim]; cut rows give a partial sum (zeros elsewhere)."""
     weight, ids = t.dims(node.args[0]), t.dims(node.args[1])
+    for axis in leaves(weight[0]):
+        axis.role = axis.role or "rows"
     return Typing((*ids, weight[1]), summed=[weight[0]], localize=_embedding(weight[0]))
 
 
