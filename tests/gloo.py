@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -198,6 +199,64 @@ def accumulate_alone(name: str) -> dict[str, torch.Tensor]:
         with InFloat64():
             model(**rows).loss.backward()
     return gradients_of(model)
+
+
+def accumulate_mixed(mesh, name: str, synced: str) -> list[dict[str, torch.Tensor]]:
+    """Gradients accumulated over several batches, by the letter: s synchronises, n does not. Whole
+    gradients after every s."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    rows, out = local_rows(mesh, inputs), []
+    for step, letter in enumerate(synced):
+        with sharded.no_sync() if letter == "n" else contextlib.nullcontext():
+            sharded.train_step(**{k: v.roll(step, dims=1) for k, v in rows.items()})
+        if letter == "s":
+            out.append(detached(sharded.full_gradients()))
+    return out
+
+
+def accumulate_mixed_alone(name: str, synced: str) -> list[dict[str, torch.Tensor]]:
+    model, inputs = build(name)
+    out = []
+    for step, letter in enumerate(synced):
+        with InFloat64():
+            model(**{k: v.roll(step, dims=1) for k, v in inputs.items()}).loss.backward()
+        if letter == "s":
+            out.append(gradients_of(model))
+    return out
+
+
+#: Which output each data rank goes backward from, step by step. ``idle`` is read by no output.
+TURNS = [("left", "left"), ("right", "left"), ("right", "right")]
+
+
+def take_turns(mesh) -> list[dict[str, torch.Tensor]]:
+    """Data ranks go backward from different outputs; gradients accumulate."""
+    from autoshard import autoshard
+
+    inputs = hw.vectors(4, 32)
+    sharded = autoshard(two_heads(), mesh, example_inputs={"x": inputs["x"].double()})
+    rows, out = local_rows(mesh, {"x": inputs["x"].double()}), []
+    for turn in TURNS:
+        sharded(**rows)[turn[dist.get_rank()]].square().mean().backward()
+        out.append(detached(sharded.full_gradients()))
+    return out
+
+
+def take_turns_alone() -> list[dict[str, torch.Tensor]]:
+    model, x, out = two_heads(), hw.vectors(4, 32)["x"].double(), []
+    for turn in TURNS:
+        losses = [
+            model(rows)[name].square().mean() for name, rows in zip(turn, x.chunk(2), strict=True)
+        ]
+        torch.stack(losses).mean().backward()
+        out.append(gradients_of(model))
+    return out
+
+
+def two_heads() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return hw.TwoHeads().double()
 
 
 def compiled(mesh, name: str) -> dict[str, Any]:

@@ -346,6 +346,19 @@ class Unused(MLP):
         return super().forward(x, target + self.detached(x).detach())
 
 
+class TwoHeads(nn.Module):
+    """Two outputs with a head each, on a common trunk, and a linear that no gradient reaches."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.trunk, self.left = nn.Linear(width, width), nn.Linear(width, width)
+        self.right, self.idle = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        h = torch.tanh(self.trunk(x)) + self.idle(x).detach()
+        return {"left": self.left(h), "right": self.right(h)}
+
+
 class Branching(nn.Module):
     """The second block looks at its data to decide what to do: no graph can hold that."""
 

@@ -9,6 +9,8 @@ from filelock import FileLock
 
 ZOO = ("gpt2", "llama", "starcoder2", "mixtral")
 SHAPES = [(6, 20), (2, 9), (4, 48)]
+#: Steps that synchronise their gradients (s) and steps that do not (n), without clearing between.
+MIXED = ("sss", "nsnns")
 
 train_alone = cache(gloo.train_alone)
 
@@ -49,6 +51,13 @@ def assert_trained_alike(results, job, name):
         assert differences(got["state"], want["state"]) == {}, f"rank {rank}"
 
 
+def assert_accumulated_alike(results, steps, name):
+    want = gloo.accumulate_mixed_alone(name, steps)
+    for rank, got in enumerate(each(results, steps)):
+        for at, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert differences(a, b) == {}, f"rank {rank}, synchronisation {at}"
+
+
 # --- two data ranks by two tensor ranks, with the sequence cut too ---
 
 square = ranks_of(
@@ -57,6 +66,7 @@ square = ranks_of(
     | {
         "uneven": (gloo.train, "gpt2", True, [3, 1]),
         "differing batch": (gloo.differing_batch, "gpt2", 1),
+        **{text: (gloo.accumulate_mixed, "llama", text) for text in MIXED},
     },
 )
 
@@ -75,6 +85,11 @@ def test_a_batch_that_differs_inside_a_tensor_parallel_group_is_detected(square)
         assert got["kind"] is not None, "no error was raised"
         assert "tp" in got["error"] and "batch" in got["error"]
         assert got["moved"] == []
+
+
+@pytest.mark.parametrize("steps", MIXED)
+def test_dp2_tp2_accumulates_like_one_device(square, steps):
+    assert_accumulated_alike(square, steps, "llama")
 
 
 # --- two tensor ranks, sequence whole ---
@@ -130,6 +145,8 @@ data = ranks_of(
     {
         "resnet": (gloo.train, "resnet"),
         "accumulate": (gloo.accumulate, "gpt2"),
+        **{text: (gloo.accumulate_mixed, "gpt2", text) for text in MIXED},
+        "take turns": (gloo.take_turns,),
         "other shapes": (gloo.other_shapes, "llama", SHAPES[:2]),
     },
 )
@@ -145,6 +162,21 @@ def test_accumulation_without_sync_gives_the_sum(data):
     want = gloo.accumulate_alone("gpt2")
     for got in each(data, "accumulate"):
         assert differences(got, want) == {}
+
+
+@pytest.mark.parametrize("steps", MIXED)
+def test_accumulation_with_and_without_sync_gives_the_sum(data, steps):
+    assert_accumulated_alike(data, steps, "gpt2")
+
+
+def test_ranks_may_lack_gradients_that_others_have(data):
+    want = gloo.take_turns_alone()
+    assert {"left.weight", "trunk.bias"} <= set(want[0])
+    assert not {"right.weight", "idle.weight"} & set(want[0])
+    for rank, got in enumerate(each(data, "take turns")):
+        for step in range(len(want)):
+            assert set(got[step]) == set(want[step]), f"rank {rank}, step {step}"
+            assert differences(got[step], want[step]) == {}, f"rank {rank}, step {step}"
 
 
 def test_data_ranks_take_other_batches_and_lengths(data):

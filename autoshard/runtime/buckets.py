@@ -1,12 +1,18 @@
 """Gradients summed in buckets while the backward runs.
 
-Buckets are filled in reverse order of use; a full one is all-reduced at once, asynchronously, and all are
-finished before ``backward()`` returns. The order is fixed when the module is made, so that it is the same
-on every rank.
+Buckets are filled in reverse order of use; a full one is all-reduced at once, asynchronously, and
+all are finished before ``backward()`` returns. Their order is fixed when the module is made, and
+every backward launches all of them: ranks run the same collectives whatever gradients each has.
+
+Between backwards ``.grad`` is either this rank's summand (after ``no_sync``) or the sum over the
+ranks (after a reduction), and a later backward adds a summand to it. Before it does, a sum is made
+a summand again: the first rank of the group keeps it, the others set it to zero. So gradients
+accumulate exactly, with and without ``no_sync``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,64 +25,103 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass
 class Bucket:
-    """Pieces of gradients summed over the same mesh axes in one all-reduce."""
+    """Pieces of gradients summed over the same mesh axes in one all-reduce. ``first``: whether this
+    rank is the one of its group that keeps an earlier sum."""
 
     axes: tuple[str, ...]
+    first: bool
     pieces: list[tuple[str, Piece]] = field(default_factory=list)
     nbytes: int = 0
+    keys: int = 0
     waiting: int = 0
     flat: torch.Tensor | None = None
     work: Any = None
 
 
 class Reducer:
-    """Hooks a module's parameters so that their gradients are reduced as layouts say."""
+    """Hooks a module's parameters so that their gradients are reduced as layouts say.
+
+    A parameter with a gradient on some ranks only counts as zero on the others; one that has none
+    on any rank keeps ``.grad`` None, as on a single device.
+    """
 
     def __init__(self, module: Any, bucket_bytes: int = BUCKET_BYTES):
         self.module = module
         self.buckets: list[Bucket] = []
-        self.of: dict[str, list[Bucket]] = {}
+        self.of: dict[str, list[tuple[Bucket, Piece]]] = {}
         self._fill(bucket_bytes)
-        self._armed = False
+        self._present: dict[tuple[str, ...], tuple[list[str], torch.Tensor]] = {}
+        for bucket in self.buckets:
+            if bucket.axes not in self._present:
+                keys = [
+                    k
+                    for k, homes in self.of.items()
+                    if any(b.axes == bucket.axes for b, _ in homes)
+                ]
+                flags = torch.ones(len(keys), device=module.tensor(keys[0]).device)
+                self._present[bucket.axes] = keys, flags
+        self._summed: set[str] = set()  # parameters whose .grad is a sum over the ranks
+        self._task = -1  # the backward that is being reduced, by autograd's number of it
         self._next = 0
         for key in self.of:
             tensor = module.tensor(key)
+            tensor.register_hook(lambda _, key=key: self._reopen(key))
             tensor.register_post_accumulate_grad_hook(lambda _, key=key: self._ready(key))
 
     def _fill(self, bucket_bytes: int) -> None:
-        program = self.module.program
-        used = [n.name for n in program.graph.nodes if n.op == "placeholder" and n.users]
-        order = {n: i for i, node in enumerate(program.graph.nodes) for n in [node.name]}
-        first_use = {}
-        for node in program.graph.nodes:
-            if node.op == "placeholder" and node.name in used:
-                first_use[node.name] = min(order[u.name] for u in node.users)
+        module, mesh, rank = self.module, self.module.program.mesh, self.module.rank_index
         open_: dict[Any, Bucket] = {}
-        for key in sorted(first_use, key=lambda k: -first_use[k]):
-            parameter = program.values.get(key)
-            if parameter is None:
-                continue
-            for piece in reductions(parameter, program.mesh, self.module.rank_index):
-                tensor = self.module.tensor(key)
-                kind = (piece[3], tensor.dtype)
+        for key in self._in_order_of_gradients():
+            tensor = module.tensor(key)
+            homes = self.of.setdefault(key, [])
+            for piece in reductions(module.program.values[key], mesh, rank):
+                kind = (piece[3], tensor.dtype, tensor.device)
                 bucket = open_.get(kind)
                 if bucket is None or bucket.nbytes >= bucket_bytes:
-                    bucket = open_[kind] = Bucket(piece[3])
+                    bucket = open_[kind] = Bucket(piece[3], mesh.index(rank, piece[3]) == 0)
                     self.buckets.append(bucket)
+                bucket.keys += all(home is not bucket for home, _ in homes)
                 bucket.pieces.append((key, piece))
                 bucket.nbytes += view_of(tensor, piece).numel() * tensor.element_size()
-                if bucket not in self.of.setdefault(key, []):
-                    self.of[key].append(bucket)
+                homes.append((bucket, piece))
+        self.of = {key: homes for key, homes in self.of.items() if homes}
+
+    def _in_order_of_gradients(self) -> Iterator[str]:
+        """The parameters in use; the one whose gradient is complete first comes first."""
+        program = self.module.program
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        first_use = {
+            node.name: min(order[user] for user in node.users)
+            for node in order
+            if node.op == "placeholder" and node.users and node.name in program.values
+        }
+        yield from sorted(first_use, key=lambda key: -first_use[key])
+
+    @torch.no_grad()
+    def _reopen(self, key: str) -> None:
+        """Make a sum a summand again; called before a gradient is added to it."""
+        if key not in self._summed:
+            return
+        self._summed.discard(key)
+        grad = self.module.tensor(key).grad
+        if grad is None:
+            return
+        for bucket, piece in self.of[key]:
+            if not bucket.first:
+                view_of(grad, piece).zero_()
 
     def _ready(self, key: str) -> None:
         if not self.module._syncing:
             return
-        if not self._armed:
-            self._armed, self._next = True, 0
+        task = torch._C._current_graph_task_id()
+        if (
+            task != self._task
+        ):  # an earlier backward that raised may have left its buckets half done
+            self._task, self._next = task, 0
             for bucket in self.buckets:
-                bucket.waiting = len({k for k, _ in bucket.pieces})
+                bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        for bucket in self.of[key]:
+        for bucket in {id(bucket): bucket for bucket, _ in self.of[key]}.values():
             bucket.waiting -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
             self._launch(self.buckets[self._next])
@@ -84,43 +129,70 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        import torch.distributed as dist
-
         grads = []
         for key, piece in bucket.pieces:
+            self._reopen(key)  # no gradient came on this step: still the last step's sum
             tensor = self.module.tensor(key)
             if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-            grads.append(view_of(tensor.grad, piece))
+                grads.append(torch.zeros_like(view_of(tensor, piece)))
+            else:
+                grads.append(view_of(tensor.grad, piece))
         if len(grads) == 1 and grads[0].is_contiguous():
             bucket.flat = grads[0].view(-1)
         else:
             bucket.flat = torch.cat([g.reshape(-1) for g in grads])
-        group = self.module._groups[bucket.axes]
-        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+        bucket.work = self._all_reduce(bucket.flat, bucket.axes)
+
+    def _all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "SUM") -> Any:
+        import torch.distributed as dist
+
+        group = self.module._groups[axes]
+        return dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group, async_op=True)
 
     @torch.no_grad()
     def _finish(self) -> None:
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        self._armed = False
+        self._add_missing()
+        self._task = -1
         for bucket in self.buckets:
             bucket.work.wait()
-            if len(bucket.pieces) == 1:
-                key, piece = bucket.pieces[0]
-                target = view_of(self.module.tensor(key).grad, piece)
-                if bucket.flat.data_ptr() != target.data_ptr():
-                    target.copy_(bucket.flat.view_as(target))
-            else:
-                self._scatter(bucket)
+            self._scatter(bucket)
             bucket.flat = bucket.work = None
+        for key in self.of:
+            if self.module.tensor(key).grad is not None:
+                self._summed.add(key)
+
+    def _add_missing(self) -> None:
+        """Give a parameter without a gradient one of zeros where another rank has one. Only a rank
+        that lacks a gradient looks at what the others have: no other waits for the device."""
+        works, missing = [], []
+        for axes, (keys, ones) in self._present.items():
+            has = [self.module.tensor(key).grad is not None for key in keys]
+            flags = ones if all(has) else ones.new_tensor(has)
+            works.append(self._all_reduce(flags, axes, "MAX"))  # ones stay ones
+            if not all(has):
+                missing.append((keys, has, flags))
+        for work in works:
+            work.wait()
+        for keys, has, flags in missing:
+            for key, mine, anyone in zip(keys, has, flags.tolist(), strict=True):
+                if anyone and not mine:
+                    tensor = self.module.tensor(key)
+                    tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
     def _scatter(self, bucket: Bucket) -> None:
         start, targets, sources = 0, [], []
         assert bucket.flat is not None
         for key, piece in bucket.pieces:
-            target = view_of(self.module.tensor(key).grad, piece)
-            sources.append(bucket.flat[start : start + target.numel()].view_as(target))
-            targets.append(target)
-            start += target.numel()
-        torch._foreach_copy_(targets, sources)
+            tensor = self.module.tensor(key)
+            count = view_of(tensor, piece).numel()
+            if tensor.grad is not None:
+                target = view_of(tensor.grad, piece)
+                source = bucket.flat[start : start + count].view_as(target)
+                if source.data_ptr() != target.data_ptr():
+                    targets.append(target)
+                    sources.append(source)
+            start += count
+        if targets:
+            torch._foreach_copy_(targets, sources)

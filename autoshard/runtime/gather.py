@@ -12,31 +12,32 @@ from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.program import Parameter
 
-Piece = tuple[int, int, int, tuple[str, ...]]  # dim, start, length, mesh axes
+#: dim, start, length (-1: the whole tensor), mesh axes summed over
+Piece = tuple[int, int, int, tuple[str, ...]]
 
 
 def _concatenated(parameter: Parameter) -> int | None:
     """The dimension whose parts are cut differently, if there is one."""
+    cut = [state for state in parameter.layout.values() if isinstance(state, Axis)]
     for at, dim in enumerate(parameter.dims):
-        for axis in leaves(dim):
-            if axis.parts is None or leaves(dim)[0] is not axis:
-                continue
-            for state in parameter.layout.values():
-                if isinstance(state, Axis) and state in set(atoms(dim)):
-                    if any(state not in set(atoms(p)) for p in axis.parts):
-                        return at
+        axes = leaves(dim)
+        if not axes or axes[0].parts is None:
+            continue
+        own = set(atoms(dim))
+        parts = [set(atoms(part)) for part in axes[0].parts]
+        if any(s in own and any(s not in part for part in parts) for s in cut):
+            return at
     return None
 
 
 def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, tuple[str, ...]]]:
-    """Runs of a local parameter, each with the mesh axes over which its gradient is summed and those
-    on which it is cut: ``((dim, start, length, summed), cut)``."""
+    """Runs of a local parameter, each with the mesh axes over which its gradient is summed and
+    those on which it is cut: ``((dim, start, length, summed), cut)``."""
     replicated = tuple(m for m, s in parameter.layout.items() if s == R)
     cut = tuple(m for m, s in parameter.layout.items() if isinstance(s, Axis))
     at = _concatenated(parameter)
     if at is None:
-        length = -1 if not parameter.dims else 0
-        return [((0, 0, length, replicated), cut)]
+        return [((0, 0, -1, replicated), cut)]
     out, start = [], 0
     axes = leaves(parameter.dims[at])
     for part in axes[0].parts or ():
@@ -60,7 +61,7 @@ def reductions(parameter: Parameter, mesh: SubMesh, rank: int = 0) -> list[Piece
 def view_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The run of a local tensor that a piece names."""
     at, start, length, _ = piece
-    return tensor if length <= 0 and start == 0 else tensor.narrow(at, start, length)
+    return tensor if length < 0 else tensor.narrow(at, start, length)
 
 
 def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -> torch.Tensor:
@@ -80,7 +81,7 @@ def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -
 
 
 def squared_norm(module: Any) -> torch.Tensor:
-    """This rank's share of the squared gradient norm: the sum over all ranks is that of the model."""
+    """This rank's share of the squared gradient norm: the sum over all ranks is the model's."""
     mesh = module.program.mesh
     shares, device = [], None
     for key, parameter in module.program.parameters().items():

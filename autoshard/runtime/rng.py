@@ -1,7 +1,8 @@
 """Random numbers that are equal where a value is invariant and independent where it is cut.
 
-A random op whose value is cut over some mesh axes draws from a stream of its own for this rank's position
-on those axes; other random ops draw from the common stream. Streams follow ``torch.manual_seed``.
+A random op whose value is cut over some mesh axes draws from a stream of its own for this rank's
+position on those axes; other random ops draw from the common stream. Streams follow
+``torch.manual_seed``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over seeds (Knuth, multiplicat
 
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op in the stream of ``link``: a `Link`, or an empty tuple for the common stream."""
+    """Run a random op in the stream of ``link``: a `Link`, or ``()`` for the common stream."""
     index = getattr(link, "index", None)
     if index is None:
         return op(*args, **kwargs)
