@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,7 +15,21 @@ from autoshard.chain import Pass, run
 from autoshard.emit import ShardedModule
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.mesh import MeshSpec
+from autoshard.outputs import Output
 from autoshard.program import Program
+
+#: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
+NOT_BUILT_AXES = ("pp", "cp", "ep")
+NOT_BUILT_OPTIONS = {
+    "context_parallel": "ring",
+    "zero": 0,
+    "offload": False,
+    "microbatches": None,
+    "schedule": "1f1b",
+    "recompute": "none",
+    "param_dtype": None,
+    "reduce_dtype": None,
+}
 
 
 def autoshard(
@@ -21,27 +38,44 @@ def autoshard(
     example_inputs: Any = None,
     *,
     sequence_parallel: bool = True,
+    context_parallel: str = "ring",
+    zero: int = 0,
+    offload: bool = False,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    param_dtype: Any = None,
+    reduce_dtype: Any = None,
     loss_fn: Any = None,
     strict: bool = False,
     passes: list[Pass] | None = None,
-    zero: int = 0,
-    **later: Any,
 ) -> ShardedModule:
     """Turn a single-device model into one rank's module of a mesh.
 
-    mesh: a live ``DeviceMesh`` with named dimensions (this rank's module, trains), or a `MeshSpec`, dict or
-    text such as ``"dp=2,tp=4"`` (rank 0's module, for inspection; no process group).
-    example_inputs: a dict of keyword arguments or a tuple; found from the model when left out.
+    mesh: a live ``DeviceMesh`` with named dimensions (this rank's module, which trains), or a
+    `MeshSpec`, dict or text such as ``"dp=2,tp=4"`` (rank 0's module, to look at; no processes).
+    example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out.
     sequence_parallel: also cut tokens over tp between its linears.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
+    The other options have no effect yet, and raise ShardingError when asked for.
     Raises CaptureError, MeshError or ShardingError, alike on every rank and before any collective.
     """
     spec = MeshSpec.of(mesh)
-    _refuse_unsupported(spec, zero, later)
+    options = {
+        "context_parallel": context_parallel,
+        "zero": zero,
+        "offload": offload,
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "recompute": recompute,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+    }
+    _refuse_what_is_not_built(spec, options)
     rank = _live_rank(spec)
-    program, output_type = build(
+    source = Source(
         model,
         spec,
         example_inputs,
@@ -50,60 +84,104 @@ def autoshard(
         strict=strict,
         passes=passes,
     )
-    signature = inspect.signature(model.forward)
-    return ShardedModule(program, rank or 0, rank is not None, signature, output_type)
+    return ShardedModule(source.program(model.training), rank or 0, rank is not None, source)
 
 
-def build(
-    model: nn.Module,
-    mesh: MeshSpec,
-    example_inputs: Any = None,
-    *,
-    sequence_parallel: bool = True,
-    loss_fn: Any = None,
-    strict: bool = False,
-    passes: list[Pass] | None = None,
-    raise_precision: bool = False,
-) -> tuple[Program, Any]:
-    """Capture, infer axes, run the chain: the partitioned Program and the model's output type."""
-    program, output_type = capture(model, mesh, example_inputs, loss_fn, raise_precision)
-    if passes is None:
+@dataclass(eq=False, kw_only=True)
+class Source:
+    """A model and how to compile it: in the mode it is in, and in the other one when asked for."""
+
+    model: nn.Module = field(kw_only=False)
+    mesh: MeshSpec = field(kw_only=False)
+    example_inputs: Any = field(default=None, kw_only=False)
+    sequence_parallel: bool = True
+    loss_fn: Any = None
+    strict: bool = False
+    passes: list[Pass] | None = None
+    raise_precision: bool = False
+    compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """What the model's forward takes."""
+        return inspect.signature(self.model.forward)
+
+    def program(self, training: bool) -> Program:
+        """The partitioned Program of the model in training or in evaluation mode."""
+        return self._compiled(training)[0]
+
+    def output(self, training: bool) -> Output:
+        """The type that forward returns in that mode."""
+        return self._compiled(training)[1]
+
+    def _compiled(self, training: bool) -> tuple[Program, Output]:
+        if training not in self.compiled:
+            with in_mode(self.model, training):
+                program, output = capture(
+                    self.model,
+                    self.mesh,
+                    self.example_inputs,
+                    self.loss_fn,
+                    self.raise_precision,
+                )
+            self.compiled[training] = run(program, self._chain()), output
+        return self.compiled[training]
+
+    def _chain(self) -> list[Pass]:
+        if self.passes is not None:
+            return self.passes
         from passes import chain
 
-        passes = chain(sequence_parallel=sequence_parallel, strict=strict)
-    return run(program, passes), output_type
+        return chain(sequence_parallel=self.sequence_parallel, strict=self.strict)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Meanwhile the model trains or evaluates; its parts that were set apart keep their own mode
+    when the model's does not change, and get it back afterwards when it does."""
+    if model.training == training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _live_rank(spec: MeshSpec) -> int | None:
+    """This process's rank in a live mesh; None for a mesh without processes."""
     if spec.device_mesh is None:
         return None
     import torch.distributed as dist
 
-    if spec.world_size > dist.get_world_size():
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = spec.device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(world)):
         raise MeshError(
             message(
                 "mesh",
                 str(spec),
-                f"{spec.world_size} ranks",
-                f"the world has {dist.get_world_size()}",
-                "start more",
+                f"it has {spec.world_size} ranks, {ranks[:8]}{'...' if len(ranks) > 8 else ''}",
+                f"the world has {world}, and a mesh must hold all of them in order",
+                f"start {spec.world_size} processes, or make the mesh of all {world}",
             )
         )
     return dist.get_rank()
 
 
-def _refuse_unsupported(spec: MeshSpec, zero: int, later: dict[str, Any]) -> None:
-    axes = [a for a in ("pp", "cp", "ep") if spec.size(a) > 1]
-    options = sorted(k for k, v in later.items() if v)
-    if zero:
-        options.append(f"zero={zero}")
-    if axes or options:
+def _refuse_what_is_not_built(spec: MeshSpec, options: dict[str, Any]) -> None:
+    axes = [f"{a}={spec.size(a)}" for a in NOT_BUILT_AXES if spec.size(a) > 1]
+    asked = [f"{k}={v!r}" for k, v in options.items() if v != NOT_BUILT_OPTIONS[k]]
+    if axes or asked:
         raise ShardingError(
             message(
                 "autoshard",
-                f"mesh axes {axes}, options {options}",
+                ", ".join([*(f"mesh axis {a}" for a in axes), *(f"option {o}" for o in asked)]),
                 f"mesh {spec}",
-                "these strategies are not built yet",
-                "use dp and tp",
+                "there is no pass for it yet",
+                "use the mesh axes dp and tp, and leave these options out",
             )
         )

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import linecache
+import math
+import sys
+import traceback
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError, message
-from autoshard.mesh import MeshSpec, SubMesh
+from autoshard.inputs import find_inputs
+from autoshard.mesh import DATA_AXES, MeshSpec, SubMesh
+from autoshard.meta import has_meta, home, recover_tables, standing_in
+from autoshard.outputs import Output, tensors_of
 from autoshard.program import Parameter, Program
 
 aten = torch.ops.aten
+
+#: Top-level modules whose lines in a traceback are not the user's.
+NOT_THE_USERS = {*sys.stdlib_module_names, "torch"} - {"__main__"}
+
+
+class _Returned:
+    """Holds what the wrapped forward returned; no module attribute, which export would put back."""
+
+    output: Output | None = None
 
 
 class _Wrapper(nn.Module):
@@ -28,119 +49,63 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.model = model
         self.constants, self.loss_fn, self.targets = constants, loss_fn, targets
-        self.output_type: type = torch.Tensor
+        self.returned = _Returned()
+        self.training = model.training  # of this module alone: a part may be in another mode
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         own = {k: v for k, v in inputs.items() if k not in self.targets}
         out = self.model(**own, **self.constants)
-        self.output_type = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
-        named = _tensor_outputs(out)
+        self.returned.output = Output.of(out)
+        named = tensors_of(out)
         if self.loss_fn is not None:
             extra = {k: v for k, v in inputs.items() if k in self.targets}
             named = {"loss": self.loss_fn(out, **extra), **named}
+        if not named:
+            raise _no_tensors(type(self.model).__name__, out)
         return named
 
 
-def _tensor_outputs(out: Any) -> dict[str, Any]:
-    """The outputs that are tensors (caches and the like are left out), by name."""
-    if isinstance(out, torch.Tensor):
-        return {"output": out}
-    items = out.items() if hasattr(out, "items") else enumerate(out)
-    kept = {}
-    for name, value in items:
-        flat = pytree.tree_leaves(value)
-        if flat and all(isinstance(v, torch.Tensor) for v in flat):
-            kept[str(name)] = value
-    return kept
-
-
-def bind_inputs(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
-    """The example inputs by argument name."""
-    if isinstance(example_inputs, dict):
-        return dict(example_inputs)
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
-    return dict(inspect.signature(model.forward).bind(*args).arguments)
-
-
-def find_inputs(model: nn.Module) -> dict[str, Any]:
-    """Example inputs for a model given without any: its ``dummy_inputs``, else inferred from the
-    signature and the first layers. Raises CaptureError that says what to pass."""
-    parameters = inspect.signature(model.forward).parameters
-    names = list(parameters)
-    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    if "input_ids" in names or (embedding is not None and names):
-        size = embedding.num_embeddings if embedding is not None else 8
-        ids = torch.arange(2 * 8).reshape(2, 8) % min(size, 16)
-        first = "input_ids" if "input_ids" in names else names[0]
-        found = {first: ids}
-        for label in ("labels", "targets", "target"):
-            if label in names:
-                found[label] = ids.clone()
-                break
-        if "decoder_input_ids" in names and "labels" not in names:
-            found["decoder_input_ids"] = ids.clone()
-        if _runs(model, found):
-            return found
-    dummy = getattr(model, "dummy_inputs", None)
-    if isinstance(dummy, dict) and _runs(model, dummy):
-        return dict(dummy)
-    for module in model.modules():
-        shape = _first_layer_shape(module)
-        if shape is None:
-            continue
-        for candidate in shape:
-            x = torch.zeros(candidate)
-            if names and _runs(model, {names[0]: x}):
-                return {names[0]: x}
-        break
-    raise CaptureError(
+def _no_tensors(who: str, out: Any) -> CaptureError:
+    return CaptureError(
         message(
-            type(model).__name__,
-            "example inputs",
-            f"forward({', '.join(names)})",
-            "none were given and none could be inferred from the signature and the first layer",
-            "pass example_inputs={'name': tensor, ...}",
+            who,
+            "the outputs",
+            f"forward returned {type(out).__name__}",
+            "there is no tensor in it to compute",
+            "return tensors: alone, in a tuple, a dict, a dataclass",
         )
     )
 
 
-def _first_layer_shape(module: nn.Module) -> list[tuple[int, ...]] | None:
-    if isinstance(module, nn.Linear):
-        return [(4, module.in_features), (4, 8, module.in_features)]
-    if isinstance(module, nn.Conv2d):
-        return [(4, module.in_channels, s, s) for s in (32, 64, 224)]
-    if isinstance(module, nn.Conv1d):
-        return [(4, module.in_channels, 32)]
-    return None
-
-
-def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+def bind_inputs(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
+    """The example inputs (a mapping, a tuple or a tensor) by argument name. Raises CaptureError."""
+    if isinstance(example_inputs, Mapping):
+        return dict(example_inputs)
+    single = isinstance(example_inputs, torch.Tensor)
+    args = (example_inputs,) if single else tuple(example_inputs)
+    signature = inspect.signature(model.forward)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            meta = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            model(**meta)
-        return True
-    except Exception:
-        return False
+        return dict(signature.bind(*args).arguments)
+    except TypeError as error:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                "example_inputs",
+                f"got {len(args)} positional ones",
+                f"forward takes {signature}: {error}",
+                "pass example_inputs={'name': tensor, ...}",
+            )
+        ) from error
 
 
-def capture(
-    model: nn.Module,
-    mesh: MeshSpec,
-    example_inputs: Any = None,
-    loss_fn: Any = None,
-    raise_precision: bool = False,
-) -> tuple[Program, Any]:
-    """Export the model as one functional graph. ``raise_precision`` turns its float32 casts into
-    float64 ones (for `verify`). Raises CaptureError with the module path and line of what failed."""
-    given = find_inputs(model) if example_inputs is None else bind_inputs(model, example_inputs)
+def _sort_inputs(
+    model: nn.Module, given: dict[str, Any], loss_fn: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], set[str]]:
+    """Tensors, constants, and the names of what only ``loss_fn`` takes. Raises CaptureError."""
     names = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    unknown = [] if takes_any else [k for k in given if k not in names]
-    targets = set(unknown) if loss_fn is not None else set()
-    if unknown and loss_fn is None:
+    unknown = [k for k in given if k not in names]
+    if unknown and loss_fn is None and not takes_any:
         raise CaptureError(
             message(
                 type(model).__name__,
@@ -150,16 +115,78 @@ def capture(
                 "rename these inputs",
             )
         )
-    tensors = {k: v.clone() for k, v in given.items() if isinstance(v, torch.Tensor)}
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [n for n, p in names.items() if p.default is p.empty and p.kind not in variadic]
+    missing = [n for n in needed if n not in given]
+    if missing:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                f"inputs {', '.join(missing)}",
+                f"got {', '.join(given)}",
+                f"forward takes {', '.join(names)}, and these have no default",
+                "add them to example_inputs",
+            )
+        )
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}
+    nested = [k for k, v in constants.items() if any(map(torch.is_tensor, pytree.tree_leaves(v)))]
+    if nested:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                f"inputs {', '.join(nested)}",
+                f"got {', '.join(type(constants[k]).__name__ for k in nested)}",
+                "tensors inside containers cannot be told apart from constants",
+                "pass every tensor as an argument of its own",
+            )
+        )
+    return tensors, constants, set(unknown) if loss_fn is not None else set()
+
+
+def capture(
+    model: nn.Module,
+    mesh: MeshSpec,
+    example_inputs: Any = None,
+    loss_fn: Any = None,
+    raise_precision: bool = False,
+) -> tuple[Program, Output]:
+    """Export the model, in the mode it is in, as one functional graph.
+
+    ``raise_precision`` turns its float32 casts into float64 ones (for `verify`). A model on the
+    meta device is captured as if it stood on the device of its real tensors, or the CPU. Raises
+    CaptureError with the module path, file and line of what failed.
+    """
+    mesh = MeshSpec.of(mesh)
+    tables = recover_tables(model) if has_meta(model) else {}
+    if example_inputs is None:
+        given = find_inputs(model, data_ranks(mesh), tables)
+    else:
+        given = bind_inputs(model, example_inputs)
+    tensors, constants, targets = _sort_inputs(model, given, loss_fn)
+    tensors = {k: _real(v, model) for k, v in tensors.items()}
     wrapper = _Wrapper(model, constants, loss_fn, targets)
-    wrapper.train(model.training)
-    exported, dynamic = _export(wrapper, tensors, type(model).__name__)
-    program = _program(exported, model, tensors, MeshSpec.of(mesh), dynamic, raise_precision)
-    return program, wrapper.output_type
+    exported, dynamic = _export(wrapper, tensors, tables)
+    assert wrapper.returned.output is not None  # export ran forward
+    program = _program(exported, model, tensors, tables, mesh, dynamic, raise_precision)
+    return program, wrapper.returned.output
 
 
-def _export(wrapper: nn.Module, tensors: dict[str, torch.Tensor], who: str) -> tuple[Any, str]:
+def data_ranks(mesh: MeshSpec) -> int:
+    """The number of ranks that hold different rows."""
+    return math.prod(mesh.size(name) for name in DATA_AXES)
+
+
+def _real(value: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """A copy of an input: no two are one tensor, and none is on meta (only its shape matters)."""
+    if value.is_meta:
+        return torch.zeros(value.shape, dtype=value.dtype, device=home(model))
+    return value.detach().clone()
+
+
+def _export(
+    wrapper: _Wrapper, tensors: dict[str, torch.Tensor], tables: dict[str, torch.Tensor]
+) -> tuple[Any, str]:
     auto = {k: dict.fromkeys(range(min(v.ndim, 2)), Dim.AUTO) for k, v in tensors.items()}
     batch = {k: {0: Dim.AUTO} if v.ndim else {} for k, v in tensors.items()}
     error: Exception | None = None
@@ -167,40 +194,75 @@ def _export(wrapper: nn.Module, tensors: dict[str, torch.Tensor], who: str) -> t
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                exported = torch.export.export(
-                    wrapper,
-                    (tensors,),
-                    strict=False,
-                    dynamic_shapes=None if shapes is None else (shapes,),
-                )
-                if _mutates(exported.graph):
-                    exported = exported.run_decompositions({})
-            return exported, label
+                return _export_once(wrapper, tensors, shapes, tables), label
+        except CaptureError:
+            raise
         except Exception as caught:  # torch.export raises many kinds
-            error = error or caught
-    raise CaptureError(
-        message(
-            who,
-            "the captured graph",
-            f"{type(error).__name__}: {str(error)[:1500]}",
-            "torch.export could not trace the model" + _where(error),
-            "rewrite that line without data-dependent Python control flow",
-        )
-    ) from error
+            error = caught
+    assert error is not None
+    raise _failed(wrapper.model, error) from error
 
 
-def _where(error: BaseException | None) -> str:
-    """The user's own innermost line in a traceback."""
-    found, trace = "", error.__traceback__ if error else None
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and "/torch/" not in code.co_filename:
-            found = (
-                f" at {type(module).__name__}.{code.co_name}, {code.co_filename}:{trace.tb_lineno}"
+def _export_once(
+    wrapper: _Wrapper,
+    tensors: dict[str, torch.Tensor],
+    shapes: Any,
+    tables: dict[str, torch.Tensor],
+) -> Any:
+    with contextlib.ExitStack() as stack:
+        if has_meta(wrapper.model):
+            mode = FakeTensorMode(
+                shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True),
+                allow_non_fake_inputs=True,
+                export=True,
             )
-        trace = trace.tb_next
-    return found
+            stack.enter_context(standing_in(wrapper.model, mode, tables))
+            # export then makes its own fake tensors in this mode too
+            stack.enter_context(tracing(TracingContext(mode)))
+        exported = torch.export.export(
+            wrapper,
+            (tensors,),
+            strict=False,
+            dynamic_shapes=None if shapes is None else (shapes,),
+        )
+        return exported.run_decompositions({}) if _mutates(exported.graph) else exported
+
+
+def _failed(model: nn.Module, error: Exception) -> CaptureError:
+    path, place = _where(model, error)
+    reason = str(error).strip().split("\n\n")[0]
+    return CaptureError(
+        message(
+            f"{type(model).__name__}{'.' if path else ''}{path}",
+            "the captured graph",
+            f"{type(error).__name__}: {reason[:600]}",
+            f"torch.export could not trace the model{place}",
+            "rewrite that line without Python control flow that depends on data",
+        )
+    )
+
+
+def _where(model: nn.Module, error: BaseException | None) -> tuple[str, str]:
+    """The path of the innermost module of a traceback, and the user's innermost file and line."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    while error is not None:
+        path, place, inside = "", "", False
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            own = frame.f_locals.get("self")
+            if isinstance(own, nn.Module) and id(own) in paths:
+                path, inside = paths[id(own)], True
+            if (
+                inside
+                and frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_USERS
+            ):
+                code = frame.f_code
+                place = f" at {code.co_filename}:{line}, in {code.co_name}"
+                text = linecache.getline(code.co_filename, line).strip()
+                place += f": `{text}`" if text else ""
+        if place:
+            return path, place
+        error = error.__cause__ or error.__context__
+    return "", ""
 
 
 def _mutates(graph: fx.Graph) -> bool:
@@ -217,6 +279,7 @@ def _program(
     exported: Any,
     model: nn.Module,
     tensors: dict[str, torch.Tensor],
+    tables: dict[str, torch.Tensor],
     mesh: MeshSpec,
     dynamic: str,
     raise_precision: bool,
@@ -236,10 +299,11 @@ def _program(
     for spec in signature.input_specs:
         kind, placeholder = spec.kind.name, spec.arg.name
         if kind in ("PARAMETER", "BUFFER"):
-            value = state[spec.target.removeprefix("model.")]
+            name = spec.target.removeprefix("model.")
+            value = state[name]
             values[placeholder] = Parameter(
                 tuple(aliases[id(value)]),
-                value,
+                tables.get(name, value),
                 trainable=kind == "PARAMETER" and value.requires_grad,
                 buffer=kind == "BUFFER",
                 persistent=any(n in persistent for n in aliases[id(value)]),
@@ -299,11 +363,11 @@ def _keep_hints(program: Program, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _unify_symbols(program: Program) -> None:
-    """Where export proved only that products of input sizes agree (batch x length of ids and of labels),
-    take the factors to agree, position by position."""
+    """Where export proved only that products of input sizes agree (batch x length of ids and of
+    labels), take the factors to agree, position by position."""
     first: dict[int, Any] = {}
     same: dict[Any, Any] = {}
-    env = None
+    env: Any = None
     for node in program.graph.nodes:
         if node.name not in program.inputs:
             continue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 from autoshard import collectives
 from autoshard.axes import atoms
 from autoshard.collectives import Link
-from autoshard.errors import CaptureError, MeshError, message
+from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
+from autoshard.meta import Initialiser
+from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
 from autoshard.runtime import gather, rng
 from autoshard.runtime.buckets import Reducer
@@ -24,9 +26,12 @@ from autoshard.runtime.buckets import Reducer
 LINKED = {*collectives.CONVERSIONS, collectives.all_reduce_max, *collectives.LOCAL, rng.draw}
 
 
-def local_value(parameter: Parameter, mesh: SubMesh, rank: int) -> torch.Tensor:
-    """This rank's slice of a parameter, contiguous and of its own storage."""
-    value = parameter.value.detach()
+def local_value(
+    parameter: Parameter, mesh: SubMesh, rank: int, whole: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's slice of a parameter, contiguous and of its own storage. ``whole``: its value,
+    where the parameter itself is on the meta device."""
+    value = (parameter.value if whole is None else whole).detach()
     sliced = value
     for at, dim in enumerate(parameter.dims):
         if any(parameter.layout.get(m) in set(atoms(dim)) for m in mesh.axes):
@@ -49,17 +54,23 @@ def loss_graph(program: Program) -> fx.Graph:
 
 
 def bind(
-    graph: fx.Graph, mesh: SubMesh, rank: int, groups: dict[tuple[str, ...], str]
+    graph: fx.Graph,
+    mesh: SubMesh,
+    rank: int,
+    groups: dict[tuple[str, ...], str],
+    device: torch.device | None = None,
 ) -> fx.GraphModule:
-    """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers."""
+    """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
+    and tensors made inside it are made on ``device``."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
-        if (
-            node.op != "call_function"
-            or node.target not in LINKED
-            or not isinstance(node.args[1], tuple)
-        ):
+        if device is not None and node.op == "call_function":
+            place = {k: device for k, v in node.kwargs.items() if isinstance(v, torch.device)}
+            node.kwargs = {**node.kwargs, **place}
+            node.args = tuple(device if isinstance(v, torch.device) else v for v in node.args)
+        linked = node.op == "call_function" and node.target in LINKED
+        if not linked or not isinstance(node.args[1], tuple):
             continue
         axes = node.args[1]
         if not axes:
@@ -69,8 +80,7 @@ def bind(
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))
             new.erase_node(node)
-    module = fx.GraphModule(torch.nn.Module(), new)
-    return module
+    return fx.GraphModule(torch.nn.Module(), new)
 
 
 def needed_groups(program: Program) -> list[tuple[str, ...]]:
@@ -83,80 +93,171 @@ def needed_groups(program: Program) -> list[tuple[str, ...]]:
     return sorted(found, key=lambda g: tuple(axes.index(a) for a in g))
 
 
-def make_groups(program: Program, rank: int) -> dict[tuple[str, ...], Any]:
-    """Process groups of the live world, made in the same order on every rank."""
+def make_groups(
+    program: Program, rank: int, known: dict[tuple[int, ...], Any]
+) -> dict[tuple[str, ...], Any]:
+    """This rank's process group for every set of mesh axes. Groups of the live world are made in
+    the same order on every rank; ``known`` keeps them by their ranks, for the next program."""
     import torch.distributed as dist
 
-    mesh, made = program.mesh, {}
+    mesh, mine = program.mesh, {}
     for axes in needed_groups(program):
         seen: set[int] = set()
         for first in range(mesh.mesh.world_size):
             if first in seen:
                 continue
-            ranks = mesh.peers(first, axes)
+            ranks = tuple(mesh.peers(first, axes))
             seen.update(ranks)
-            group = dist.new_group(ranks)
+            if ranks not in known:
+                known[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
-                made[axes] = group
-    return made
+                mine[axes] = known[ranks]
+    return mine
+
+
+@dataclass(eq=False)
+class Mode:
+    """What a module runs in training, or in evaluation: one program, bound to its rank.
+
+    ``places``: by placeholder, the submodule and name under which the local tensor is held.
+    """
+
+    program: Program
+    output: Output
+    places: dict[str, tuple[nn.Module, str]]
+    graph_module: fx.GraphModule
+    loss_module: fx.GraphModule | None
 
 
 class ShardedModule(nn.Module):
     """One rank's part of the model: parameters are this rank's slices under the model's own names.
 
-    ``module(**batch)`` gives the model's outputs for this data rank's rows; ``train_step`` the loss of
-    the global batch, with gradients reduced. Raises CaptureError for wrong input names.
+    ``module(**batch)`` gives the model's outputs for this data rank's rows; ``train_step`` the loss
+    of the global batch, with gradients reduced. ``eval()`` and ``train()`` change between two
+    graphs over the same parameters; the second is compiled when first asked for. Raises
+    CaptureError for wrong input names, MeshError when the mesh has ranks that do not run.
+
+    ``source`` compiles the model (``program(training)``, ``output(training)``) and tells what its
+    forward takes (``signature``).
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        live: bool,
-        signature: inspect.Signature,
-        output_type: Any,
-    ):
+    def __init__(self, program: Program, rank: int, live: bool, source: Any):
         super().__init__()
         self.program, self.rank_index, self.live = program, rank, live
-        self._signature, self._output_type = signature, output_type
-        self._groups = make_groups(program, rank) if live else {}
-        self._local: dict[str, torch.Tensor] = {}
+        self.training = program.training
+        self._source, self._signature = source, source.signature
+        self._device = _device_of(program) if live else None
+        self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[str, ...], Any] = {}
         self._checked = False
         self._syncing = True
-        for key, parameter in program.values.items():
-            self._own(key, parameter)
-        names = {axes: group.group_name for axes, group in self._groups.items()}
-        self.graph_module = bind(program.graph, program.mesh, rank, names)
-        self._loss_module = None
-        if program.loss is not None:
-            self._loss_module = bind(loss_graph(program), program.mesh, rank, names)
+        self._places = self._own(program)
+        self._modes = {program.training: self._mode(program, self._places)}
+        self._enter(program.training)
         self.reducer = Reducer(self) if live else None
 
-    def _own(self, key: str, parameter: Parameter) -> None:
-        value = local_value(parameter, self.program.mesh, self.rank_index)
+    def _mode(self, program: Program, places: dict[str, tuple[nn.Module, str]]) -> Mode:
+        groups = {}
+        if self.live:
+            groups = make_groups(program, self.rank_index, self._groups_by_ranks)
+            self._groups = groups if program is self.program else self._groups
+        names = {axes: group.group_name for axes, group in groups.items()}
+        place = (program.mesh, self.rank_index, names, self._device)
+        has_loss = program.loss is not None
+        return Mode(
+            program,
+            self._source.output(program.training),
+            places,
+            bind(program.graph, *place),
+            bind(loss_graph(program), *place) if has_loss else None,
+        )
+
+    def _enter(self, training: bool) -> None:
+        self._running = self._modes[training]
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Train or, with False, evaluate: dropout off, running statistics. Compiles the model in
+        that mode on first use; raises ShardingError when it would cut a parameter differently."""
+        if mode not in self._modes:
+            program = self._source.program(mode)
+            self._modes[mode] = self._mode(program, self._shared(program))
+        super().train(mode)
+        self._enter(mode)
+        return self
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The emitted graph of this rank, in the mode the module is in."""
+        return self._running.graph_module
+
+    @property
+    def running(self) -> Program:
+        """The program of the mode the module is in."""
+        return self._running.program
+
+    def _own(self, program: Program) -> dict[str, tuple[nn.Module, str]]:
+        initial = None
+        if self.live and any(p.value.is_meta for p in program.values.values()):
+            initial = Initialiser(self._source.model, _common_seed(), self._device)
+        places = {}
+        for key, parameter in program.values.items():
+            whole = initial(parameter.name) if initial and parameter.value.is_meta else None
+            name = _constant_name(program, parameter) if parameter.constant else parameter.name
+            places[key] = self._hold(program, parameter, name, whole)
+        return places
+
+    def _hold(
+        self, program: Program, parameter: Parameter, name: str, whole: torch.Tensor | None = None
+    ) -> tuple[nn.Module, str]:
+        value = local_value(parameter, program.mesh, self.rank_index, whole)
+        value = value if self._device is None else value.to(self._device)
         holder: nn.Module = self
-        *path, last = parameter.name.split(".")
+        *path, last = name.split(".")
         for step in path:
-            if step not in holder._modules:
-                holder.add_module(step, nn.Module())
-            holder = holder._modules[step]  # type: ignore[assignment]
-        if parameter.buffer:
-            holder.register_buffer(last, value, persistent=parameter.persistent)
-        else:
-            holder.register_parameter(last, nn.Parameter(value, requires_grad=parameter.trainable))
-        self._places = {**getattr(self, "_places", {}), key: (holder, last)}
+            holder = holder._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+        # not by register_*: those refuse a name that this class uses too, such as `table`
+        if not parameter.buffer:
+            holder._parameters[last] = nn.Parameter(value, parameter.trainable)
+            return holder, last
+        holder._buffers[last] = value
+        if not parameter.persistent:
+            holder._non_persistent_buffers_set.add(last)
+        return holder, last
+
+    def _shared(self, program: Program) -> dict[str, tuple[nn.Module, str]]:
+        """Where another program finds the tensors that this module holds already."""
+        held = {p.name: key for key, p in self.program.values.items() if not p.constant}
+        places, different = {}, []
+        for key, parameter in program.values.items():
+            if parameter.constant:
+                places[key] = self._hold(program, parameter, _constant_name(program, parameter))
+                continue
+            own = self.program.values[held[parameter.name]]
+            if not _held_alike(own, self.program.mesh, parameter, program.mesh):
+                different.append(parameter.name)
+            places[key] = self._places[held[parameter.name]]
+        if different:
+            raise ShardingError(
+                message(
+                    "eval" if not program.training else "train",
+                    f"parameters {', '.join(different)}",
+                    f"mesh {program.mesh.mesh}",
+                    "the graphs of training and of evaluation cut them differently",
+                    "give a chain with passes= that assigns the same axes in both",
+                )
+            )
+        return places
 
     def tensor(self, key: str) -> torch.Tensor:
         """The local tensor of a placeholder (a parameter, buffer or constant)."""
-        holder, last = self._places[key]
-        return getattr(holder, last)
+        return _held(self._places[key])
 
     def arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The graph's arguments: parameters, then inputs in the order captured."""
         given = dict(kwargs)
         if args:
             given = {**self._signature.bind_partial(*args).arguments, **given}
-        wanted = list(self.program.inputs.values())
+        wanted = list(self.running.inputs.values())
         missing = [n for n in wanted if not isinstance(given.get(n), torch.Tensor)]
         extra = [n for n, v in given.items() if n not in wanted and isinstance(v, torch.Tensor)]
         if missing or extra:
@@ -169,40 +270,59 @@ class ShardedModule(nn.Module):
                     "pass these inputs, or give autoshard example_inputs with the ones you use",
                 )
             )
-        return [*(self.tensor(k) for k in self.program.values), *(given[n] for n in wanted)]
+        held = [_held(place) for place in self._running.places.values()]
+        return [*held, *(given[n] for n in wanted)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         results = self.graph_module(*self._checked_arguments(args, kwargs))
-        self._update_buffers(results, self.program.buffer_updates)
+        self._update_buffers(results, self.running.buffer_updates)
         return self.structured(results)
 
     def _checked_arguments(self, args: Any, kwargs: Any) -> list[Any]:
         arguments = self.arguments(args, kwargs)
+        if not self.live and self.program.mesh.mesh.world_size > 1:
+            raise self._alone()
         if self.live and not self._checked and not torch.compiler.is_compiling():
             self._checked = True
-            self._compare_batches(arguments[len(self.program.values) :])
+            self._compare_batches(arguments[len(self.running.values) :])
         return arguments
+
+    def _alone(self) -> MeshError:
+        import torch.distributed as dist
+
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = self.program.mesh.mesh
+        return MeshError(
+            message(
+                "ShardedModule",
+                f"mesh {mesh}",
+                f"it has {mesh.world_size} ranks; this world has {world}",
+                "one rank's part cannot run without the others, and this one has no process group",
+                f"start {mesh.world_size} processes and pass a DeviceMesh, or use verify",
+            )
+        )
 
     def structured(self, results: Any) -> Any:
         """Flat results as the model's own kind of output."""
-        spec = self.program.output_spec
+        spec = self.running.output_spec
         named = pytree.tree_unflatten(list(results[: spec.num_leaves]), spec)
-        return restore_output(named, self._output_type)
+        return self._running.output.restore(named)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward; returns the loss of the global batch, the same on every rank."""
-        if self._loss_module is None:
+        loss_module = self._running.loss_module
+        if loss_module is None:
             raise CaptureError(
                 message(
                     "train_step",
                     "the loss",
-                    f"outputs {self.program.output_names}",
+                    f"outputs {self.running.output_names}",
                     "the model returns no scalar loss",
                     "give labels in example_inputs, or loss_fn=",
                 )
             )
-        results = self._loss_module(*self._checked_arguments(args, kwargs))
-        updates = {k: i + 1 for i, k in enumerate(self.program.buffer_updates)}
+        results = loss_module(*self._checked_arguments(args, kwargs))
+        updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)
         results[0].backward()
         return results[0].detach()
@@ -210,10 +330,10 @@ class ShardedModule(nn.Module):
     def _update_buffers(self, results: Any, updates: dict[str, int]) -> None:
         with torch.no_grad():
             for key, position in updates.items():
-                self.tensor(key).copy_(results[position])
+                _held(self._running.places[key]).copy_(results[position])
 
     def _compare_batches(self, inputs: list[torch.Tensor]) -> None:
-        """Ranks that share a data coordinate must hold the same batch: compared once, before step 1."""
+        """Ranks of one data coordinate must hold the same batch: compared once, before step 1."""
         import torch.distributed as dist
 
         from autoshard.mesh import DATA_AXES
@@ -230,6 +350,7 @@ class ShardedModule(nn.Module):
         everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         position = {r: mesh.mesh.coordinate(r) for r in range(mesh.mesh.world_size)}
+        others = [a for a in mesh.mesh.names if a not in DATA_AXES]
         first: dict[Any, int] = {}
         for r, sums_of_r in enumerate(everyone):
             key = tuple(position[r].get(a, 0) for a in DATA_AXES)
@@ -238,9 +359,10 @@ class ShardedModule(nn.Module):
                 raise MeshError(
                     message(
                         "the first batch",
-                        f"inputs {list(self.program.inputs.values())}",
+                        f"inputs {list(self.running.inputs.values())}",
                         f"differ between ranks {same} and {r}",
-                        f"both are data rank {dict(zip(DATA_AXES, key, strict=True))}, whose peers must see the same rows",
+                        f"both are data rank {dict(zip(DATA_AXES, key, strict=True))}, "
+                        f"and ranks that differ along {', '.join(others)} must see the same rows",
                         "seed the data loader by the data coordinate, not by the global rank",
                     )
                 )
@@ -257,7 +379,7 @@ class ShardedModule(nn.Module):
                     "pick a smaller one",
                 )
             )
-        return ShardedModule(self.program, r, False, self._signature, self._output_type)
+        return ShardedModule(self.program, r, False, self._source)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -324,7 +446,7 @@ class ShardedModule(nn.Module):
         dist.all_reduce(whole)
         return whole
 
-    def table(self, which: str, format: str = "simple") -> str:  # noqa: A002
+    def table(self, which: str, format: str = "simple") -> str:
         """A table of what was done: axes, params, graph, collectives, passes or memory."""
         from autoshard.report import table
 
@@ -336,13 +458,43 @@ class ShardedModule(nn.Module):
         return summary(self)
 
 
-def restore_output(named: Any, output_type: Any) -> Any:
-    """The named outputs as the type the model returned."""
-    if output_type is torch.Tensor:
-        return named["output"]
-    if output_type in (tuple, list):
-        return output_type(named.values())
-    try:
-        return output_type(**named)
-    except TypeError:
-        return named
+def _held(place: tuple[nn.Module, str]) -> torch.Tensor:
+    holder, last = place
+    parameter = holder._parameters.get(last)
+    return holder._buffers[last] if parameter is None else parameter  # type: ignore[return-value]
+
+
+def _constant_name(program: Program, parameter: Parameter) -> str:
+    return f"_constants.{'train' if program.training else 'eval'}.{parameter.name}"
+
+
+def _device_of(program: Program) -> torch.device:
+    """The device of this process in a live mesh."""
+    kind = program.mesh.mesh.device_mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def _common_seed() -> int:
+    """Rank 0's seed, on every rank."""
+    import torch.distributed as dist
+
+    seed = [torch.initial_seed()]
+    dist.broadcast_object_list(seed, src=0)
+    return seed[0]
+
+
+def _held_alike(ours: Parameter, our_mesh: SubMesh, theirs: Parameter, mesh: SubMesh) -> bool:
+    """Whether two programs hold the same slices of a parameter, and reduce its gradient alike."""
+    cut = any(s not in ("I", R) for p in (ours, theirs) for s in p.layout.values())
+    for rank in range(mesh.mesh.world_size if cut else 0):
+        for a, b in zip(ours.dims, theirs.dims, strict=True):
+            mine = local_indices(a, ours.layout, our_mesh, rank)
+            if not torch.equal(mine, local_indices(b, theirs.layout, mesh, rank)):
+                return False
+    sums = [
+        [(p.layout.get(m) == R, m) for m in over.axes]
+        for p, over in ((ours, our_mesh), (theirs, mesh))
+    ]
+    return not ours.trainable or sums[0] == sums[1]

@@ -1,7 +1,7 @@
 """All ranks in one process: the emitted graph run node by node for every rank, in lockstep.
 
-Collectives act on the ranks' tensors directly, with the backward of `collectives.KINDS`; nothing is padded or
-sent, which makes this an oracle for the real ones. One autograd graph spans all ranks.
+Collectives act on the ranks' tensors directly, with the backward of `collectives.KINDS`; nothing is
+padded or sent, which makes this an oracle for the real ones. One autograd graph spans all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _primitive(
 
 
 def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list[Any]:
-    """Run a graph on all ranks. ``arguments[rank]``: the graph's arguments. Gives each rank's results."""
+    """Run a graph on all ranks. ``arguments[rank]``: the graph's. Gives each rank's results."""
     ranks = range(len(arguments))
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
     remaining = [iter(a) for a in arguments]

@@ -13,15 +13,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.capture import _tensor_outputs, bind_inputs, find_inputs
+from autoshard.axes import atoms
+from autoshard.capture import bind_inputs, data_ranks
 from autoshard.emit import ShardedModule, loss_graph
+from autoshard.errors import CaptureError, MeshError, message
+from autoshard.inputs import find_inputs
 from autoshard.layout import piece_bounds
-from autoshard.mesh import DATA_AXES, MeshSpec
+from autoshard.mesh import MeshSpec
+from autoshard.outputs import tensors_of
 from autoshard.program import Program
 from autoshard.runtime import gather
 from autoshard.simulate import simulate
 
 RELATIVE, FLOOR = 1e-9, 1e-12
+#: Reports with more rows are printed with one row a kind.
+MANY_ROWS = 150
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,11 +58,17 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.T
 
 @dataclass
 class Row:
-    """One comparison: largest absolute difference, largest expected magnitude, verdict."""
+    """One comparison: what kind of value of which name, largest absolute difference, largest
+    expected magnitude."""
 
-    what: str
+    kind: str
+    name: str
     difference: float
     magnitude: float
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} {self.name}".strip()
 
     @property
     def ok(self) -> bool:
@@ -65,7 +77,10 @@ class Row:
 
 @dataclass
 class Report:
-    """What `verify` found; prints as a table. ``ok``: every row agrees to 1e-9 relative (1e-12 absolute)."""
+    """What `verify` found; prints as a table.
+
+    ``ok``: every row agrees to 1e-9 relative (1e-12 absolute). ``sharded``: rank 0's module.
+    """
 
     mesh: MeshSpec
     rows: list[Row] = field(default_factory=list)
@@ -75,29 +90,38 @@ class Report:
     def ok(self) -> bool:
         return bool(self.rows) and all(row.ok for row in self.rows)
 
-    def add(self, what: str, got: Any, expected: Any) -> None:
+    def add(self, kind: str, name: str, got: Any, expected: Any) -> None:
+        """Compare two tensors, or two times None."""
         if (got is None) != (expected is None):
-            self.rows.append(Row(f"{what} (None on one side)", float("inf"), 0.0))
+            self.rows.append(Row(kind, f"{name} (None on one side)", float("inf"), 0.0))
             return
         if got is None:
             return
         if got.shape != expected.shape:
-            self.rows.append(
-                Row(f"{what} {tuple(got.shape)} != {tuple(expected.shape)}", float("inf"), 0.0)
-            )
+            shapes = f"{tuple(got.shape)} != {tuple(expected.shape)}"
+            self.rows.append(Row(kind, f"{name} {shapes}", float("inf"), 0.0))
             return
         if not got.numel():
             return
         got, expected = got.detach().double(), expected.detach().double()
         difference = (got - expected).abs().max().item()
         difference = float("inf") if difference != difference else difference
-        self.rows.append(Row(what, difference, expected.abs().max().item()))
+        self.rows.append(Row(kind, name, difference, expected.abs().max().item()))
 
-    def table(self, only_failures: bool = False) -> str:
+    def table(self, only_failures: bool = False, limit: int | None = None) -> str:
+        """The rows as text. Beyond ``limit`` rows, rows that agree are folded into one for each
+        kind (what is compared, in which step), the one with the largest difference."""
         rows = [r for r in self.rows if not (only_failures and r.ok)]
+        if limit is not None and len(rows) > limit:
+            rows = _folded(rows)
         return tabulate(
             [
-                (r.what, f"{r.difference:.2e}", f"{r.magnitude:.2e}", "ok" if r.ok else "DIFFERS")
+                (
+                    r.what,
+                    f"{r.difference:.2e}",
+                    f"{r.magnitude:.2e}",
+                    "ok" if r.ok else "DIFFERS",
+                )
                 for r in rows
             ],
             headers=("what", "max difference", "max value", "verdict"),
@@ -106,7 +130,26 @@ class Report:
     def __str__(self) -> str:
         bad = sum(not r.ok for r in self.rows)
         verdict = "equal to one device" if self.ok else f"{bad} of {len(self.rows)} differ"
-        return f"{self.table()}\n\nmesh {self.mesh}: {len(self.rows)} compared, {verdict}"
+        compared = f"mesh {self.mesh}: {len(self.rows)} compared, {verdict}"
+        return f"{self.table(limit=MANY_ROWS)}\n\n{compared}"
+
+
+def _folded(rows: list[Row]) -> list[Row]:
+    """Rows that differ, and of the others one a kind: the largest difference stands for all."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind if row.ok else row.what, []).append(row)
+    out = []
+    for kind, same in kinds.items():
+        worst = max(same, key=lambda r: r.difference / max(r.magnitude, FLOOR / RELATIVE))
+        if len(same) > 1:
+            worst = Row(f"{len(same)} x {kind},", f"worst {worst.name}", *_numbers(worst))
+        out.append(worst)
+    return out
+
+
+def _numbers(row: Row) -> tuple[float, float]:
+    return row.difference, row.magnitude
 
 
 def verify(
@@ -117,29 +160,45 @@ def verify(
     *,
     max_norm: float = 1.0,
     optimizer: Any = None,
-    **options: Any,
+    sequence_parallel: bool = True,
+    loss_fn: Any = None,
+    strict: bool = False,
+    passes: Any = None,
 ) -> Report:
     """Compare training on a mesh with training on one device, in float64.
 
-    Runs ``steps`` optimizer steps (AdamW unless ``optimizer(params)`` is given) on copies of the model.
-    ``example_inputs`` is the global batch. Options are those of `autoshard`.
+    Runs ``steps`` optimizer steps (AdamW unless ``optimizer(params)`` is given) on copies of the
+    model, with gradients clipped to ``max_norm``. ``example_inputs`` is the global batch. The other
+    options are those of `autoshard`. Raises MeshError for a batch that the data axes do not divide,
+    and CaptureError for a model on the meta device.
     """
-    from autoshard.api import build
+    from autoshard.api import Source
 
     spec = MeshSpec.of(mesh)
-    given = find_inputs(model) if example_inputs is None else bind_inputs(model, example_inputs)
-    batch = {k: _double(v) for k, v in given.items()}
     reference = _double_model(model)
-    program, output_type = build(reference, spec, batch, raise_precision=True, **options)
-    signature = inspect.signature(model.forward)
-    ranks = [
-        ShardedModule(program, r, False, signature, output_type) for r in range(spec.world_size)
-    ]
+    given = (
+        find_inputs(model, data_ranks(spec))
+        if example_inputs is None
+        else bind_inputs(model, example_inputs)
+    )
+    batch = {k: _double(v) for k, v in given.items()}
+    source = Source(
+        reference,
+        spec,
+        batch,
+        sequence_parallel=sequence_parallel,
+        loss_fn=loss_fn,
+        strict=strict,
+        passes=passes,
+        raise_precision=True,
+    )
+    program = source.program(reference.training)
+    _divides(program, batch)
+    ranks = [ShardedModule(program, r, False, source) for r in range(spec.world_size)]
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params))
     own = make([p for p in reference.parameters() if p.requires_grad])
     theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
-    loss_fn = options.get("loss_fn")
     for step in range(steps):
         seed = torch.get_rng_state()
         expected = _reference_step(reference, batch, loss_fn)
@@ -149,7 +208,7 @@ def verify(
             [p for p in reference.parameters() if p.grad is not None], max_norm
         )
         total = torch.stack([gather.squared_norm(m) for m in ranks]).sum().sqrt()
-        report.add(f"step {step} gradient norm", total, norm)
+        report.add(f"step {step} gradient norm", "", total, norm)
         for module, each in zip(ranks, theirs, strict=True):
             gather.scale_gradients(module, total, max_norm)
             each.step()
@@ -160,6 +219,38 @@ def verify(
     return report
 
 
+def _cut_dims(program: Program) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Per input that ranks hold their own rows of: the dimension, and the mesh axes that cut it."""
+    found = {}
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or node.name not in program.inputs:
+            continue
+        layout = program.layouts.get(node) or {}
+        over = tuple(m for m, state in layout.items() if not isinstance(state, str))
+        if over:
+            dims = program.dims[node]
+            at = next(d for d, dim in enumerate(dims) if layout[over[0]] in set(atoms(dim)))
+            found[program.inputs[node.name]] = (at, over)
+    return found
+
+
+def _divides(program: Program, batch: dict[str, Any]) -> None:
+    """Raise MeshError where the ranks would not hold equally many rows: a real run may, but then
+    says so itself, and here it is a slip."""
+    for name, (at, over) in _cut_dims(program).items():
+        rows, ranks = batch[name].shape[at], program.mesh.size(over)
+        if rows % ranks:
+            raise MeshError(
+                message(
+                    "verify",
+                    f"input {name}",
+                    f"{rows} rows over {','.join(over)} = {ranks} ranks",
+                    f"{rows} is not a multiple of {ranks}",
+                    f"give {rows - rows % ranks or ranks} rows, or a mesh with a smaller data axis",
+                )
+            )
+
+
 def _double(value: Any) -> Any:
     return (
         value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -168,7 +259,15 @@ def _double(value: Any) -> Any:
 
 def _double_model(model: nn.Module) -> nn.Module:
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError("verify needs real parameters; this model is on the meta device")
+        raise CaptureError(
+            message(
+                "verify",
+                type(model).__name__,
+                "its parameters are on the meta device",
+                "there are no values to train with on one device",
+                "build a small model of the same kind on the CPU",
+            )
+        )
     return copy.deepcopy(model).double()
 
 
@@ -177,7 +276,7 @@ def _reference_step(model: nn.Module, batch: dict[str, Any], loss_fn: Any) -> di
     own = {k: v for k, v in batch.items() if loss_fn is None or k in names}
     with _Float64():
         out = model(**own)
-        named = _tensor_outputs(out)
+        named = tensors_of(out)
         if loss_fn is not None:
             extra = {k: v for k, v in batch.items() if k not in names}
             named = {"loss": loss_fn(out, **extra), **named}
@@ -202,18 +301,13 @@ def _names(tree: Any) -> list[str]:
     return [pytree.keystr(p).replace("['", ".").replace("']", "").strip(".") for p, _ in found]
 
 
-def split_batch(batch: dict[str, Any], mesh: MeshSpec, rank: int) -> dict[str, Any]:
+def split_batch(program: Program, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """The rows of a global batch that a rank's data coordinate holds."""
-    coordinate, index, parts = mesh.coordinate(rank), 0, 1
-    for name in DATA_AXES:
-        index = index * mesh.size(name) + coordinate.get(name, 0)
-        parts *= mesh.size(name)
-    out = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.ndim:
-            start, stop = piece_bounds(value.shape[0], parts, index)
-            value = value[start:stop]
-        out[key] = value
+    out = dict(batch)
+    for name, (at, over) in _cut_dims(program).items():
+        parts, index = program.mesh.size(over), program.mesh.index(rank, over)
+        start, stop = piece_bounds(batch[name].shape[at], parts, index)
+        out[name] = batch[name].narrow(at, start, stop - start)
     return out
 
 
@@ -226,7 +320,7 @@ def _compare_step(
     expected: Any,
     step: int,
 ) -> None:
-    arguments = [m.arguments((), split_batch(batch, report.mesh, r)) for r, m in enumerate(ranks)]
+    arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
     results = simulate(program.graph, program.mesh, arguments)
     names = program.output_names
     if program.loss is not None:
@@ -235,7 +329,7 @@ def _compare_step(
         torch.set_rng_state(seed)
         torch.autograd.backward([r[0] for r in results_loss])
         for r, got in enumerate(results_loss):
-            report.add(f"step {step} loss, rank {r}", got[0], expected[names[program.loss]])
+            report.add(f"step {step} loss", f"rank {r}", got[0], expected[names[program.loss]])
     else:
         objectives = [_objective(dict(zip(names, r, strict=False)), None) for r in results]
         torch.autograd.backward(objectives)
@@ -249,7 +343,7 @@ def _compare_step(
             reference = next(named[n] for n in parameter.names if n in named)
             locals_ = [m.tensor(key).grad for m in ranks]
             got = None if locals_[0] is None else assemble(program, key, locals_)
-            report.add(f"step {step} gradient of {parameter.name}", got, reference.grad)
+            report.add(f"step {step} gradient", parameter.name, got, reference.grad)
 
 
 def _compare_outputs(
@@ -266,15 +360,13 @@ def _compare_outputs(
         )
         if not cut:
             for r, result in enumerate(results):
-                report.add(f"step {step} output {name}, rank {r}", result[i], expected[name])
+                report.add(f"step {step} output {name}", f"rank {r}", result[i], expected[name])
             continue
         first = mesh.peers(0, cut)
         axis, dims = layout[cut[0]], program.dims[output.args[0][i]]
-        from autoshard.axes import atoms
-
         at = next(d for d, dim in enumerate(dims) if axis in set(atoms(dim)))
         whole = torch.cat([results[r][i] for r in first], at)
-        report.add(f"step {step} output {name}", whole, expected[name])
+        report.add(f"step {step} output", name, whole, expected[name])
 
 
 def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
@@ -312,4 +404,4 @@ def _compare_parameters(
         if names and parameter.value.is_floating_point():
             got = assemble(program, key, [m.tensor(key).detach() for m in ranks])
             kind = "buffer" if parameter.buffer else "parameter"
-            report.add(f"{kind} {parameter.name} after the steps", got, state[names[0]])
+            report.add(f"{kind} after the steps", parameter.name, got, state[names[0]])

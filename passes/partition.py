@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -413,10 +413,17 @@ class Partitioner:
         for group in self._groups(steps, layout, target, reverse=True):
             if isinstance(layout[group[0]], Axis):
                 node = self._gather(node, value, layout, target, group)
+                self._keep(node, value, layout)
         for group in self._groups(steps, layout, target):
             if not isinstance(layout[group[0]], Axis) and layout[group[0]] != target[group[0]]:
                 node = self._reduce_or_slice(node, value, layout, target, group)
+                self._keep(node, value, layout)
         return node
+
+    def _keep(self, node: fx.Node, value: Value, layout: Layout) -> None:
+        """Dims and layout of a converted value, for the tables."""
+        self.dims.setdefault(node, value.dims)
+        self.layouts.setdefault(node, dict(layout))
 
     def _groups(self, steps: list[str], layout: Layout, target: Layout, reverse: bool = False) -> Any:
         """Neighbouring mesh axes that change in the same way are converted together."""
@@ -492,16 +499,20 @@ class Partitioner:
             done = []
             for i, part in enumerate(parts):
                 item = self.emit(self.source, operator.getitem, pieces, i)
+                dims = (*value.dims[:at], part, *value.dims[at + 1 :])
+                piece = replace(value, dims=dims)  # its own number of elements, for the tables
                 if axis in set(atoms(part)):
-                    item = self._along_dim(kind, item, value, layout, axis, group, at, part)
+                    item = self._along_dim(kind, item, piece, layout, axis, group, at, part)
                 elif kind in UNCUT_PART and value.grad:
-                    item = self.emit_collective(UNCUT_PART[kind], item, group, 0, 0, value, layout)
+                    item = self.emit_collective(UNCUT_PART[kind], item, group, 0, 0, piece, layout)
                 done.append(item)
             return self.emit(self.source, aten.cat.default, done, at)
         sizes = [self.size((a,), layout) for a in axes]
         place = next(i for i, a in enumerate(axes) if axis in set(atoms((a,))))
         node = self.emit(self.source, aten.unflatten.int, node, at, sizes)
-        node = self._along_dim(kind, node, value, layout, axis, group, at + place, (axes[place],))
+        dims = (*value.dims[:at], *((a,) for a in axes), *value.dims[at + 1 :])
+        split = replace(value, dims=dims)
+        node = self._along_dim(kind, node, split, layout, axis, group, at + place, (axes[place],))
         return self.emit(self.source, aten.flatten.using_ints, node, at, at + len(axes) - 1)
 
     def emit_collective(
