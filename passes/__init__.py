@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+
 from autoshard.chain import Pass
+from autoshard.errors import ShardingError, message
 from passes.canonicalize import Canonicalize
 from passes.data_parallel import DataParallel
 from passes.infer_axes import InferAxes
@@ -24,4 +27,31 @@ def chain(*, sequence_parallel: bool = True, strict: bool = False) -> list[Pass]
     return [*steps, Partition()]
 
 
-__all__ = ["PASSES", "chain"]
+def parse(text: str) -> list[Pass]:
+    """A chain from its text, as a pass prints itself: ``"infer_axes; tensor_parallel(strict=True)"``.
+
+    Raises ShardingError for an unknown pass or option, with the ones there are.
+    """
+    return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _parse_one(text: str) -> Pass:
+    try:
+        call = ast.parse(text, mode="eval").body
+        name = call.func if isinstance(call, ast.Call) else call
+        given = call.keywords if isinstance(call, ast.Call) else []
+        options = {k.arg or "": ast.literal_eval(k.value) for k in given}
+        return PASSES[name.id](**options)  # type: ignore[attr-defined]
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ShardingError(
+            message(
+                "parse",
+                "a pass",
+                repr(text),
+                f"{type(error).__name__}: {error}",
+                f"write NAME or NAME(option=value), of {', '.join(PASSES)}",
+            )
+        ) from error
+
+
+__all__ = ["PASSES", "chain", "parse"]
