@@ -72,7 +72,7 @@ def summary(module: Any) -> str:
     taken: dict[str, list[str]] = {}
     for a in program.assignments:
         names = taken.setdefault(a.strategy, [])
-        if (text := f"{a.axis.name or a.axis.size} -> {','.join(a.mesh_axes)}") not in names:
+        if (text := f"{a.axis.name or a.axis.size} -> {_over(a.mesh_axes, program)}") not in names:
             names.append(text)
     counts: collections.Counter[str] = collections.Counter()
     for c in step_collectives(program):
@@ -148,6 +148,16 @@ def _shape(sizes: Iterable[Any]) -> str:
     return "[" + ", ".join(map(str, sizes)) + "]"
 
 
+def _over(axes: Iterable[str], program: Program) -> str:
+    """Mesh axes as text; the sub-axes of one that are all there as that one."""
+    left, words = list(axes), []
+    for name in program.mesh.mesh.names:
+        parts = [part for part, _ in program.mesh.parts(name)]
+        held = [part for part in parts if part in left]
+        words += [name] if held == parts and parts else held
+    return ",".join(words)
+
+
 def _group(name: str) -> str:
     """A module path with the numbers of repeated layers left out."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -217,7 +227,7 @@ def axes_table(program: Program) -> Table:
     groups: dict[Any, list[Any]] = {}
     for key, (axis, names) in used.items():
         taken = given.get(key, [])
-        over = "; ".join(f"{','.join(a.mesh_axes)} ({a.strategy})" for a in taken) or "-"
+        over = "; ".join(f"{_over(a.mesh_axes, program)} ({a.strategy})" for a in taken) or "-"
         where = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         reason = "; ".join(a.reason for a in taken) or _left(axis)
         row = (axis.name or "-", str(sizes.whole(axis.size)), where or "inputs", over, reason)
@@ -235,7 +245,7 @@ def params_table(program: Program) -> Table:
     rows = []
     kinds = dict(linears(program).values())
     for p in program.parameters().values():
-        summed = sorted({m for piece in reductions(p, program.mesh) for m in piece[3]})
+        summed = {m for piece in reductions(p, program.mesh) for m in piece[3]}
         rows.append(
             [
                 p.name,
@@ -244,7 +254,7 @@ def params_table(program: Program) -> Table:
                 kinds.get(p.name, ""),
                 _shape(p.value.shape),
                 _shape(local_shape(p.dims, p.layout, program.mesh)),
-                ",".join(m for m in program.mesh.axes if m in summed) or "-",
+                _over(summed, program) or "-",
             ]
         )
     return Table(
@@ -280,7 +290,7 @@ def graph_table(program: Program) -> Table:
             local = _shape(sizes.local(s) for s in local_shape(dims, layout, program.mesh))
             text = describe_layout(layout)
         if conversion := known.get(node.name):
-            over = f"{conversion.kind} over {','.join(conversion.axes)}"
+            over = f"{conversion.kind} over {_over(conversion.axes, program)}"
             sent = sizes.local(conversion_bytes(conversion, program.mesh)[0])
         kind = op_name(node.target) if node.op == "call_function" else node.op
         kind = f"{kind} {kinds[node][1]}".strip() if node in kinds else kind
@@ -327,7 +337,7 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
     found: dict[Any, Collective] = {}
 
     def add(when: str, kind: str, axes: tuple[str, ...], why: str, sent: Any) -> None:
-        key = (when, kind, ",".join(axes), why if by_layer else _group(why))
+        key = (when, kind, _over(axes, program), why if by_layer else _group(why))
         entry = found.setdefault(key, Collective(*key))
         entry.count += 1
         entry.bytes = entry.bytes + sent
