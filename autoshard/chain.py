@@ -7,6 +7,7 @@ import time
 from typing import ClassVar
 
 from autoshard.check import check
+from autoshard.cost import is_cut
 from autoshard.errors import AutoshardError
 from autoshard.program import Program
 
@@ -33,20 +34,29 @@ def run(program: Program, passes: list[Pass]) -> Program:
     """Apply passes in order; the program is checked after each."""
     for position, step in enumerate(passes, 1):
         start = time.perf_counter()
-        before = (len(program.graph.nodes), len(program.assignments), len(program.conversions))
+        before = _counts(program)
         try:
             program = step(program)
             check(program)
         except AutoshardError as error:
             text = f"pass {position} of {len(passes)}, {step}: {error}"
             raise type(error)(text) from error
-        after = (len(program.graph.nodes), len(program.assignments), len(program.conversions))
         words = [
-            f"{what} {a} -> {b}"
-            for what, a, b in zip(
-                ("nodes", "assignments", "collectives"), before, after, strict=True
-            )
-            if a != b
+            f"{what} {old} -> {new}"
+            for (what, old), new in zip(before.items(), _counts(program).values(), strict=True)
+            if old != new
         ]
-        program.log.append((str(step), ", ".join(words) or "nothing", time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        program.log.append((str(step), ", ".join(words) or "nothing", seconds))
     return program
+
+
+def _counts(program: Program) -> dict[str, int]:
+    """What the table of passes shows the change of."""
+    return {
+        "nodes": len(program.graph.nodes),
+        "values with known axes": len(program.dims),
+        "assignments": len(program.assignments),
+        "collectives": len(program.conversions),
+        "parameters cut": sum(is_cut(p.layout) for p in program.parameters().values()),
+    }

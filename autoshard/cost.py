@@ -7,31 +7,33 @@ from typing import Any
 
 import sympy
 
-from autoshard.axes import Axis, atoms, leaves, size_of
+from autoshard.axes import Axis, leaves
 from autoshard.layout import cut_axes
 from autoshard.mesh import SubMesh
 from autoshard.program import Conversion, Parameter
+from autoshard.runtime.gather import Piece
 
 #: What each conversion does on the wire, forward and backward.
 WIRE = {
-    "replicate": ("", "all-reduce"),
-    "all_reduce": ("all-reduce", ""),
-    "all_reduce_replicate": ("all-reduce", "all-reduce"),
-    "reduce_scatter": ("reduce-scatter", "all-gather"),
-    "all_gather": ("all-gather", "reduce-scatter"),
-    "all_gather_invariant": ("all-gather", ""),
-    "shard": ("", "all-gather"),
+    "replicate": ("", "all_reduce"),
+    "all_reduce": ("all_reduce", ""),
+    "all_reduce_replicate": ("all_reduce", "all_reduce"),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "all_gather": ("all_gather", "reduce_scatter"),
+    "all_gather_invariant": ("all_gather", ""),
+    "shard": ("", "all_gather"),
     "shard_replicated": ("", ""),
     "invariant": ("", ""),
-    "all_reduce_max": ("all-reduce", ""),
+    "all_reduce_max": ("all_reduce", ""),
 }
 
 
 def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
-    """Bytes a rank sends for a ring collective over ``ranks`` on a tensor of ``whole_bytes`` in all
-    (Thakur et al. 2005): all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n."""
+    """Bytes a rank sends in a ring collective over ``ranks`` on a tensor of ``whole_bytes`` in all:
+    all_reduce 2 (n-1)/n of it, all_gather and reduce_scatter (n-1)/n (Thakur et al. 2005; Patarasuk
+    and Yuan 2009)."""
     share = sympy.Rational(ranks - 1, ranks) * whole_bytes
-    return {"": 0, "all-reduce": 2 * share}.get(kind, share)
+    return {"": 0, "all_reduce": 2 * share}.get(kind, share)
 
 
 def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
@@ -44,6 +46,15 @@ def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
         wire_bytes(forward, whole, ranks),
         wire_bytes(backward, whole, ranks) if conversion.backward else 0,
     )
+
+
+def reduction_bytes(parameter: Parameter, piece: Piece, mesh: SubMesh) -> Any:
+    """Bytes a rank sends to sum one piece of a parameter's gradient over the ranks, once a step."""
+    at, _, length, axes = piece
+    numel = local_numel(parameter, mesh)
+    if length >= 0:
+        numel = numel // _local(parameter.dims[at], parameter, mesh) * length
+    return wire_bytes("all_reduce", numel * parameter.value.element_size(), mesh.size(axes))
 
 
 def local_numel(parameter: Parameter, mesh: SubMesh) -> int:
@@ -63,17 +74,26 @@ def _local(dim: Any, parameter: Parameter, mesh: SubMesh) -> int:
 
 
 def local_shape(dims: Any, layout: Any, mesh: SubMesh) -> list[Any]:
-    """A tensor's local shape as closed forms; samples are this data rank's rows."""
-    out = []
-    for dim in dims:
-        size: Any = size_of(dim)
-        for axis in set(atoms(dim)):
-            by = cut_axes(layout, axis)
-            if by and (isinstance(axis.size, int) or axis.role != "batch"):
-                size = size * sympy.Rational(1, mesh.size(by))
-        out.append(size)
+    """A tensor's local shape as closed forms, the most any rank holds; a dynamic number of samples
+    already is this data rank's."""
+    return [_local_size(dim, layout, mesh) for dim in dims]
+
+
+def _local_size(dim: Any, layout: Any, mesh: SubMesh) -> Any:
+    out: Any = 1
+    for axis in leaves(dim):
+        size = axis.size
+        by = cut_axes(layout, axis)
+        if axis.parts is not None:
+            size = sum(_local_size(p, layout, mesh) for p in axis.parts)
+        elif by and isinstance(size, int):
+            size = -(-size // mesh.size(by))
+        elif by and axis.role != "batch":
+            size = sympy.Rational(1, mesh.size(by)) * size
+        out = out * size
     return out
 
 
 def is_cut(layout: Any) -> bool:
-    return any(isinstance(s, Axis) for s in layout.values())
+    """Whether some mesh axis cuts a value of this layout."""
+    return any(isinstance(state, Axis) for state in layout.values())

@@ -96,22 +96,17 @@ def needed_groups(program: Program) -> list[tuple[str, ...]]:
 def make_groups(
     program: Program, rank: int, known: dict[tuple[int, ...], Any]
 ) -> dict[tuple[str, ...], Any]:
-    """This rank's process group for every set of mesh axes. Groups of the live world are made in
-    the same order on every rank; ``known`` keeps them by their ranks, for the next program."""
+    """This rank's process group for every set of mesh axes. Only a group's own ranks make it, in
+    one order of axes: no rank waits for groups that it is not in. ``known`` keeps them by their
+    ranks, for the next program."""
     import torch.distributed as dist
 
-    mesh, mine = program.mesh, {}
+    mine = {}
     for axes in needed_groups(program):
-        seen: set[int] = set()
-        for first in range(mesh.mesh.world_size):
-            if first in seen:
-                continue
-            ranks = tuple(mesh.peers(first, axes))
-            seen.update(ranks)
-            if ranks not in known:
-                known[ranks] = dist.new_group(list(ranks))
-            if rank in ranks:
-                mine[axes] = known[ranks]
+        ranks = tuple(program.mesh.peers(rank, axes))
+        if ranks not in known:
+            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        mine[axes] = known[ranks]
     return mine
 
 

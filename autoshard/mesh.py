@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from autoshard.errors import MeshError, message
@@ -156,16 +158,26 @@ class SubMesh:
             return ((name, size),)
         return tuple((f"{name}.{i}", s) for i, s in enumerate(sizes))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every sub-axis, outermost first."""
         return tuple(part for name in self.mesh.names for part, _ in self.parts(name))
 
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {part: size for name in self.mesh.names for part, size in self.parts(name)}
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """By how much the rank grows along each sub-axis."""
+        steps = list(itertools.accumulate(reversed(self._sizes.values()), int.__mul__, initial=1))
+        return dict(zip(reversed(self.axes), steps, strict=False))
+
     def size(self, axes: str | tuple[str, ...]) -> int:
         """Ranks along one or several sub-axes together."""
         if isinstance(axes, tuple):
-            return math.prod(self.size(a) for a in axes)
-        return dict(self.parts(axes.partition(".")[0]))[axes]
+            return math.prod(self._sizes[a] for a in axes)
+        return self._sizes[axes]
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The rank's position along every sub-axis."""
@@ -185,11 +197,8 @@ class SubMesh:
 
     def peers(self, rank: int, axes: tuple[str, ...]) -> list[int]:
         """The ranks that differ from ``rank`` only along ``axes``, in the order of ``index``."""
-        mine = self.coordinate(rank)
-        others = [a for a in self.axes if a not in axes]
-        found = []
-        for r in range(self.mesh.world_size):
-            theirs = self.coordinate(r)
-            if all(theirs[a] == mine[a] for a in others):
-                found.append(r)
-        return sorted(found, key=lambda r: self.index(r, axes))
+        mine, strides = self.coordinate(rank), self._strides
+        found = [rank - sum(mine[a] * strides[a] for a in axes)]
+        for a in axes:
+            found = [r + i * strides[a] for r in found for i in range(self._sizes[a])]
+        return found

@@ -106,12 +106,12 @@ class Program:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module that a node was traced from, '' at the top."""
+    """The path, in the model, of the module that a node was traced from; '' for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    return path.removeprefix("L['self'].").removeprefix("model.model.") if path else ""
+    path = list(stack.values())[-1][0].removeprefix("L['self'].")
+    return path.partition(".")[2]  # the model is a child of the module that was exported
 
 
 def tensor_results(node: fx.Node) -> list[torch.Tensor]:

@@ -81,13 +81,17 @@ class TensorParallel(Pass):
         for candidate in left:
             if candidate.gathered and sum(candidate.work.values()) < SMALL * total:
                 candidate.blocked = candidate.blocked or "too little work for a gather"
-        while left:
-            scored = [(self._gain(c, done, ranks), -i, c) for i, c in enumerate(left)]
-            scored.sort(key=lambda s: (-s[0], -s[1]))
-            gain, _, best = scored[0]
+        heap = [(-self._gain(c, done, ranks), i) for i, c in enumerate(left)]
+        heapq.heapify(heap)
+        while heap:
+            gain, best = -heap[0][0], left[heap[0][1]]
+            now = self._gain(best, done, ranks)
+            if now < gain:  # what was taken meanwhile lowers a gain, and never raises one
+                heapq.heapreplace(heap, (-now, heap[0][1]))
+                continue
             if gain < THRESHOLD:
                 break
-            left.remove(best)
+            heapq.heappop(heap)
             start = max((done.get(n, 1) for n in best.work), default=1)
             share = _share(best, ranks // start, start)
             if share == 1:
@@ -291,6 +295,11 @@ def _nominal(expr: Any) -> float:
     """A size expression at nominal batch and sequence sizes."""
     if isinstance(expr, (int, float)):
         return float(expr)
+    return _at_nominal_sizes(expr)
+
+
+@functools.cache
+def _at_nominal_sizes(expr: Any) -> float:
     symbols = sorted(expr.free_symbols, key=str)
     values = [NOMINAL["batch"], *[NOMINAL["sequence"]] * len(symbols)]
     return float(sympy.sympify(expr).subs(dict(zip(symbols, values, strict=False))))
