@@ -7,6 +7,8 @@ the work that cutting it saves outweighs the traffic that cutting it causes.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 import re
 from dataclasses import dataclass, field
