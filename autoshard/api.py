@@ -124,7 +124,9 @@ class Source:
                     self.loss_fn,
                     self.raise_precision,
                 )
-            self.compiled[training] = run(program, self._chain()), output
+            other = self.compiled.get(not training)
+            like = other[0] if other else None
+            self.compiled[training] = run(program, self._chain(), like), output
         return self.compiled[training]
 
     def _chain(self) -> list[Pass]:

@@ -8,7 +8,6 @@ import linecache
 import math
 import sys
 import traceback
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError, message
-from autoshard.inputs import find_inputs
+from autoshard.inputs import UNDECIDABLE, find_inputs, quietly
 from autoshard.mesh import DATA_AXES, MeshSpec, SubMesh
 from autoshard.meta import has_meta, home, recover_tables, standing_in
 from autoshard.outputs import Output, tensors_of
@@ -192,8 +191,7 @@ def _export(
     error: Exception | None = None
     for shapes, label in ((auto, "batch and sequence"), (batch, "batch"), (None, "static")):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with quietly():
                 return _export_once(wrapper, tensors, shapes, tables), label
         except CaptureError:
             raise
@@ -231,13 +229,16 @@ def _export_once(
 def _failed(model: nn.Module, error: Exception) -> CaptureError:
     path, place = _where(model, error)
     reason = str(error).strip().split("\n\n")[0]
+    on_data = isinstance(error, (*UNDECIDABLE, GuardOnDataDependentSymNode))
     return CaptureError(
         message(
             f"{type(model).__name__}{'.' if path else ''}{path}",
             "the captured graph",
             f"{type(error).__name__}: {reason[:600]}",
             f"torch.export could not trace the model{place}",
-            "rewrite that line without Python control flow that depends on data",
+            "rewrite that line without Python control flow that depends on data"
+            if on_data
+            else "see that the model runs on these inputs alone; then write that line in torch ops",
         )
     )
 

@@ -265,7 +265,12 @@ class ShardedModule(nn.Module):
                     "pass these inputs, or give autoshard example_inputs with the ones you use",
                 )
             )
-        held = [_held(place) for place in self._running.places.values()]
+        updated = self.running.buffer_updates
+        # backward reads a buffer as it was: one that this call writes is handed over as a copy
+        held = [
+            _held(place).clone() if key in updated else _held(place)
+            for key, place in self._running.places.items()
+        ]
         return [*held, *(given[n] for n in wanted)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from autoshard.errors import CaptureError, message
 from autoshard.meta import has_meta, home, standing_in
@@ -17,6 +25,27 @@ from autoshard.meta import has_meta, home, standing_in
 #: Arguments that hold what the loss compares with.
 TARGETS = ("labels", "label", "targets", "target", "y")
 LENGTH = 16
+#: What fake tensors raise where a model looks at its data.
+UNDECIDABLE = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Meanwhile torch logs and prints nothing about a trace that fails: our error says it."""
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def find_inputs(
@@ -30,12 +59,17 @@ def find_inputs(
     """
     rows = 2 * data_ranks if data_ranks > 1 else 4
     failure = "nothing in the model suggests any"
+    fits: dict[str, torch.Tensor] | None = None
     for candidate in _candidates(model, rows):
         try:
             _run(model, candidate, tables or {})
             return candidate
+        except UNDECIDABLE:  # the inputs fit so far; the capture will say which line asks for data
+            fits = fits or candidate
         except Exception as error:  # whatever a model does with inputs it does not expect
             failure = f"the last tried, {_shapes(candidate)}, failed: {str(error)[:300]}"
+    if fits is not None:
+        return fits
     names = inspect.signature(model.forward).parameters
     raise CaptureError(
         message(
@@ -137,6 +171,9 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _run(model: nn.Module, inputs: dict[str, Any], tables: dict[str, torch.Tensor]) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(quietly())
+        # models ask this to choose the path they take under export
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
         if has_meta(model):
             stack.enter_context(standing_in(model, mode, tables))
         stack.enter_context(mode)

@@ -18,6 +18,7 @@ from autoshard.program import Assignment, Program, shallow
 @dataclass(frozen=True)
 class DataParallel(Pass):
     name: ClassVar[str] = "data_parallel"
+    assigns: ClassVar[bool] = True
 
     def __call__(self, program: Program) -> Program:
         program = shallow(program)

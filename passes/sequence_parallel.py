@@ -18,6 +18,7 @@ from autoshard.program import Assignment, Program, shallow
 @dataclass(frozen=True)
 class SequenceParallel(Pass):
     name: ClassVar[str] = "sequence_parallel"
+    assigns: ClassVar[bool] = True
     axis: str = "tp"
 
     def __call__(self, program: Program) -> Program:

@@ -51,6 +51,7 @@ class Candidate:
 @dataclass(frozen=True)
 class TensorParallel(Pass):
     name: ClassVar[str] = "tensor_parallel"
+    assigns: ClassVar[bool] = True
     axis: str = "tp"
     strict: bool = False
 

@@ -16,9 +16,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over seeds (Knuth, multiplicat
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random op in the stream of ``link``: a `Link`, or ``()`` for the common stream."""
-    index = getattr(link, "index", None)
-    if index is None:
+    if not link:
         return op(*args, **kwargs)
+    index = link.index
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     devices = [device] if device.type != "cpu" else []
     # one number of the common stream per op, the same on every rank, keeps the streams in step
