@@ -347,7 +347,7 @@ def _program(
         model.training,
         buffer_updates=updates,
     )
-    _unify_symbols(program)
+    _unify_symbols(program, tensors)
     _keep_hints(program, tensors)
     if raise_precision:
         _raise_precision(program.graph)
@@ -363,9 +363,11 @@ def _keep_hints(program: Program, tensors: dict[str, torch.Tensor]) -> None:
                     program.hints.setdefault(size.node.expr, int(value))
 
 
-def _unify_symbols(program: Program) -> None:
-    """Where export proved only that products of input sizes agree (batch x length of ids and of
-    labels), take the factors to agree, position by position."""
+def _unify_symbols(program: Program, tensors: dict[str, torch.Tensor]) -> None:
+    """Inputs with as many rows as the first share its batch. Where export proved only that products of
+    input sizes agree (batch x length of ids and of labels), take the factors to agree."""
+    rows = next((len(x) for x in tensors.values() if x.ndim), 0)
+    batch: dict[Any, Any] = {}
     first: dict[int, Any] = {}
     same: dict[Any, Any] = {}
     env: Any = None
@@ -378,6 +380,12 @@ def _unify_symbols(program: Program) -> None:
                 kept = first.setdefault(position, symbol)
                 if kept != symbol and symbol.is_Symbol:
                     same[symbol] = kept
+                    if position == 0 and len(tensors[program.inputs[node.name]]) == rows:
+                        batch[symbol] = kept
+    if batch:
+        env.replacements.update(batch)
+        env._update_version_counter()
+        env._replacements_version_counter += 1
     for guard in env.guards if env is not None else ():
         expr = guard.expr
         if not isinstance(expr, sympy.Eq):
