@@ -223,6 +223,7 @@ def _export_once(
             strict=False,
             dynamic_shapes=None if shapes is None else (shapes,),
         )
+        _inline_no_grad(exported.graph_module)
         return exported.run_decompositions({}) if _mutates(exported.graph) else exported
 
 
@@ -264,6 +265,38 @@ def _where(model: nn.Module, error: BaseException | None) -> tuple[str, str]:
             return path, place
         error = error.__cause__ or error.__context__
     return "", ""
+
+
+def _inline_no_grad(module: fx.GraphModule) -> None:
+    """Blocks under ``torch.no_grad`` are nested graphs: put in line, their results detached. (torch's own
+    inlining would let gradients through.)"""
+    graph = module.graph
+    for node in [n for n in graph.nodes if "wrap_with_set_grad_enabled" in str(n.target)]:
+        enabled, block, *args = node.args
+        inner = getattr(module, block.target)
+        _inline_no_grad(inner)
+        values = dict(zip(inner.graph.find_nodes(op="placeholder"), args, strict=True))
+        with graph.inserting_before(node):
+            results = graph.graph_copy(inner.graph, values)
+            made = []
+            for result in results:
+                if isinstance(result, fx.Node) and not enabled and _flows(result):
+                    value = result.meta["val"]
+                    result = graph.call_function(aten.detach.default, (result,))
+                    result.meta.update(node.meta, val=value.detach())
+                made.append(result)
+        for user in list(node.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not block.users:
+            graph.erase_node(block)
+    module.recompile()
+
+
+def _flows(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _mutates(graph: fx.Graph) -> bool:

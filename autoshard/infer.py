@@ -8,9 +8,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autoshard.axes import Axis, atoms, axis_dim, leaves, same_size, size_of, unify
-from autoshard.program import Program, tensor_results
+from autoshard.errors import ShardingError, message
+from autoshard.program import Program, module_path, tensor_results
 from autoshard.rules import Typer, Typing, op_name, rule_for
 
 
@@ -66,7 +68,18 @@ def _placeholder(program: Program, typer: Typer, node: fx.Node) -> None:
 def _type(program: Program, typer: Typer, node: fx.Node) -> Typing:
     rule = rule_for(node.target)
     if rule is not None:
-        return rule(typer, node)
+        try:
+            return rule(typer, node)
+        except GuardOnDataDependentSymNode as error:
+            raise ShardingError(
+                message(
+                    f"{op_name(node.target)} {module_path(node)}",
+                    f"result {node.name}",
+                    str(error).split("\n")[0],
+                    "a size here depends on the data, so its layout is not known before the step",
+                    "write this part with fixed sizes: a mask in place of a selection",
+                )
+            ) from error
     program.fallbacks.append(op_name(node.target))
     whole = [d for n in node.all_input_nodes if n in program.dims for d in _all_dims(program.dims[n])]
     value = node.meta["val"]

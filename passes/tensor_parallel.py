@@ -92,7 +92,7 @@ class TensorParallel(Pass):
             if now < gain:  # what was taken meanwhile lowers a gain, and never raises one
                 heapq.heapreplace(heap, (-now, heap[0][1]))
                 continue
-            if gain < THRESHOLD:
+            if gain < (THRESHOLD if taken else 0):  # the best one is taken in any case: tp was asked for
                 break
             heapq.heappop(heap)
             start = max((done.get(n, 1) for n in best.work), default=1)

@@ -239,3 +239,85 @@ def test_non_persistent_buffers_of_a_meta_model_keep_their_values():
     sharded = autoshard(model, {"tp": 2}, example_inputs=hw.vectors(4, 32))
     tables = [t for t in held(sharded.rank(1)) if t.shape == values.shape]
     assert tables and all(torch.equal(t, values) for t in tables)
+
+
+class NoGrad(torch.nn.Module):
+    """A part under ``torch.no_grad``, once with an in-place op in it."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place = in_place
+        self.first, self.last = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x, target):
+        with torch.no_grad():
+            y = self.first(x) + 1
+            if self.in_place:
+                y.mul_(2)
+        return torch.nn.functional.mse_loss(self.last(y + self.first(x)), target)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}])
+def test_no_gradient_flows_out_of_a_block_under_no_grad(in_place, mesh):
+    proved(NoGrad(in_place), mesh, hw.vectors(4, 16))
+
+
+class ByItsSize(torch.nn.Module):
+    """A sum divided by the number of rows, written as users write it."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x, target):
+        y = self.down(torch.relu(self.up(x))) - target
+        return self.by((y**2).sum(), y)
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda total, y: total / y.shape[0],
+        lambda total, y: total * (1 / len(y)),
+        lambda total, y: total / y.numel(),
+        lambda total, y: total / y.shape[0] ** 2,
+    ],
+)
+def test_a_size_used_as_a_number_is_that_of_the_global_batch(by):
+    proved(ByItsSize(by), {"dp": 2, "tp": 2}, hw.vectors(4, 16))
+
+
+class Mixing(torch.nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.up = mix, torch.nn.Linear(16, 16)
+
+    def forward(self, x, target):
+        return self.mix(self.up(x)).sum()
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda y: y @ y.T,
+        lambda y: y.std(0),
+        lambda y: y[0],
+        lambda y: y.sort(0).values.cumsum(0),
+        lambda y: y.flip(0),
+    ],
+)
+def test_rows_of_other_data_ranks_are_never_needed_silently(mix):
+    with pytest.raises(ShardingError) as error:
+        verify(Mixing(mix), {"dp": 2}, example_inputs=hw.vectors(4, 16))
+    assert "rows" in str(error.value) and "dp" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2", "mamba"])
+def test_a_padding_mask_as_an_input(kind):
+    given = batch()
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    for row in range(4):
+        given["attention_mask"][row, 32 - 3 * row :] = 0
+    proved(tiny(kind), {"dp": 2, "tp": 2}, given)

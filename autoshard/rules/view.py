@@ -192,7 +192,7 @@ def select(t: Typer, node: fx.Node) -> Typing:
 
 
 def cat(t: Typer, node: fx.Node) -> Typing:
-    nodes = [n for n in node.args[0] if tuple(n.meta["val"].shape) != (0,)]
+    nodes = [n for n in node.args[0] if t.shape(n.meta["val"]) != (0,)]
     all_dims = [t.dims(n) for n in nodes]
     at = argument(node, 1, "dim", 0) % len(all_dims[0])
     out = list(all_dims[0])
