@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_compile.py
 
 ``export`` is the time inside ``torch.export``; ``after`` is everything else that `autoshard` does
-until one rank's module stands; ``tables`` is the time to write all tables. How time grows with depth
-and with ranks is told by ``cpu``: processor seconds of everything but the export, which other work
-on the machine does not stretch. Memory is the process's peak resident size, the imports (a row of
-their own) included. Models are on the meta device, so no weights are counted.
+until one rank's module stands; ``tables`` is the time to write all tables. How time grows with
+depth and with ranks is told by ``cpu``: processor seconds of everything but the export, which other
+work on the machine does not stretch. Memory is the process's peak resident size, the imports (a row
+of their own) included. Models are on the meta device, so no weights are counted.
 """
 
 from __future__ import annotations

@@ -452,9 +452,8 @@ def run(rank: int, folder: str, size: argparse.Namespace) -> None:
 
         headers = ["mesh", "mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
         print(tabulate(rows, headers, floatfmt=("", "", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
-        print(
-            f"\n{size.steps} steps of {size.batch} x {size.length} tokens, {size.clock} time; {describe(size)}"
-        )
+        tokens = f"{size.steps} steps of {size.batch} x {size.length} tokens"
+        print(f"\n{tokens}, {size.clock} time; {describe(size)}")
     dist.barrier()
     dist.destroy_process_group()
 
