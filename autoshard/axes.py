@@ -45,9 +45,13 @@ def axis_dim(size: Size, name: str = "") -> Dim:
 
 
 def root(axis: Axis) -> Axis:
-    while axis.parent is not None:
-        axis = axis.parent
-    return axis
+    """What the axis was merged into, itself if nothing; the way there is shortened."""
+    top = axis
+    while top.parent is not None:
+        top = top.parent
+    while axis.parent is not None and axis.parent is not top:
+        axis.parent, axis = top, axis.parent
+    return top
 
 
 def leaves(dim: Dim) -> Dim:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from autoshard.errors import CaptureError, message
 from autoshard.meta import has_meta, home, standing_in
 
-#: Arguments that hold what the loss compares with.
+#: Arguments that hold what the loss compares with, the surest first.
 TARGETS = ("labels", "label", "targets", "target", "y")
 LENGTH = 16
 #: What fake tensors raise where a model looks at its data.
@@ -98,8 +98,8 @@ def _completed(
     name: str, x: torch.Tensor, names: list[str], needed: list[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """One input and the others that go with it: with targets first, for a loss."""
-    others = {n: x.clone() for n in needed if n != name and n not in TARGETS}
-    target = next((n for n in names if n in TARGETS and n != name), None)
+    target = next((n for n in TARGETS if n in names and n != name), None)
+    others = {n: x.clone() for n in needed if n not in (name, target)}
     found = {name: x, **others}
     if target is not None:
         alike, classes = x.clone(), torch.zeros(x.shape[0], dtype=torch.long)
@@ -136,6 +136,9 @@ def _first_inputs(
         yield first, torch.zeros(shape, dtype=_dtype(model))
     if embeds and first != "input_ids":
         yield first, _tokens(layers, rows)
+    matrix = next((p for p in model.parameters() if p.ndim == 2), None)
+    for width in reversed(matrix.shape if matrix is not None else ()):
+        yield first, torch.zeros(rows, width, dtype=_dtype(model))
 
 
 def _kind(module: nn.Module) -> str:

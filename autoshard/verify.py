@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.axes import atoms
 from autoshard.capture import bind_inputs, data_ranks
 from autoshard.emit import ShardedModule, loss_graph
-from autoshard.errors import CaptureError, MeshError, message
+from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.inputs import find_inputs
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MeshSpec
 from autoshard.outputs import tensors_of
-from autoshard.program import Program
-from autoshard.runtime import gather
+from autoshard.program import Program, module_path
+from autoshard.runtime import gather, rng
 from autoshard.simulate import simulate
 
 RELATIVE, FLOOR = 1e-9, 1e-12
@@ -170,7 +170,8 @@ def verify(
     Runs ``steps`` optimizer steps (AdamW unless ``optimizer(params)`` is given) on copies of the
     model, with gradients clipped to ``max_norm``. ``example_inputs`` is the global batch. The other
     options are those of `autoshard`. Raises MeshError for a batch that the data axes do not divide,
-    and CaptureError for a model on the meta device.
+    CaptureError for a model on the meta device, and ShardingError for one whose ranks draw random
+    numbers of their own (dropout).
     """
     from autoshard.api import Source
 
@@ -194,6 +195,7 @@ def verify(
     )
     program = source.program(reference.training)
     _divides(program, batch)
+    _is_determined(program)
     ranks = [ShardedModule(program, r, False, source) for r in range(spec.world_size)]
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params))
@@ -249,6 +251,29 @@ def _divides(program: Program, batch: dict[str, Any]) -> None:
                     f"give {rows - rows % ranks or ranks} rows, or a mesh with a smaller data axis",
                 )
             )
+
+
+def _is_determined(program: Program) -> None:
+    """Raise ShardingError where ranks draw their own random numbers: no one device draws those."""
+    random = []
+    for node in program.graph.nodes:
+        if node.target is not rng.draw or not node.args[1]:
+            continue
+        # dropout(x, p, train) and native_dropout: nothing is drawn at p = 0
+        if "dropout" in str(node.args[0]) and (node.args[3] == 0 or not node.args[4]):
+            continue
+        random.append(f"{module_path(node) or 'forward'} over {','.join(node.args[1])}")
+    if random:
+        more = f" and {len(random) - 5} more" if len(random) > 5 else ""
+        raise ShardingError(
+            message(
+                "verify",
+                "random numbers",
+                f"{'; '.join(random[:5])}{more}",
+                "each rank draws its own for its part, which no run on one device can repeat",
+                "set dropout to 0 in the model given to verify, or call model.eval() first",
+            )
+        )
 
 
 def _double(value: Any) -> Any:

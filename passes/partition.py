@@ -667,6 +667,8 @@ class Partitioner:
     def _output(self, node: fx.Node) -> None:
         results = []
         count = len(self.program.output_names)
+        held = {n.name: v.layout for n, v in self.env.items() if n.op == "placeholder" and isinstance(v, Value)}
+        buffers = {i: held[name] for name, i in self.program.buffer_updates.items()}
         for i, item in enumerate(node.args[0]):
             value = self.env[item] if isinstance(item, fx.Node) else item
             if not isinstance(value, Value):
@@ -674,7 +676,7 @@ class Partitioner:
                 continue
             keeps = i != self.program.loss and i < count
             target = {m: self._output_state(m, value.layout[m], keeps) for m in self.axes}
-            out = self.convert(value, target)
+            out = self.convert(value, buffers.get(i, target))  # a buffer is written as it is held
             cut = [m for m in self.axes if isinstance(target[m], Axis)]
             if cut and value.grad:
                 out = self.emit(node, collectives.scale_gradient, out, 1 / self.mesh.size(tuple(cut)))

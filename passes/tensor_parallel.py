@@ -127,11 +127,12 @@ class TensorParallel(Pass):
     def _report(self, program: Program, taken: list[Any], ranks: int) -> None:
         """All axes that do not divide, at once. Rows of a table of tokens count as padded."""
         problems: dict[str, int] = {}
+        holders = _holders(program)
+        followed = {(start, node) for c, start, _, _ in taken for node in c.work}
         for candidate, start, end, _ in taken:
             axis = candidate.axis
-            follows = [t for t in taken if t[1] == end and set(t[0].work) & set(candidate.work)]
-            where = f"{axis.name or 'axis'} of {axis.size} in {_where(program, axis)}"
-            if end < ranks and not follows:
+            where = f"{axis.name or 'axis'} of {axis.size} in {_where(holders[id(axis)])}"
+            if end < ranks and not any((end, node) in followed for node in candidate.work):
                 key = f"{where}: cut {end // start} ways, replicated {ranks // end} ways"
             elif axis.size % (end // start) and axis.role not in ("vocab", "rows"):
                 key = f"{where}: cut {end // start} ways, in pieces of unequal size"
@@ -153,15 +154,17 @@ class TensorParallel(Pass):
         program.notes.append(text)
 
 
-def _where(program: Program, axis: Axis) -> str:
-    """The parameters that have an axis, layers of one kind written once."""
-    names = [
-        re.sub(r"\.\d+(?=\.)", ".*", p.name)
-        for p in program.parameters().values()
-        if _has(p.dims, axis)
-    ]
-    found = list(dict.fromkeys(names))
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+def _holders(program: Program) -> dict[int, list[str]]:
+    """The parameters that have an axis, by its id; layers of one kind written once."""
+    found: dict[int, dict[str, None]] = {}
+    for p in program.parameters().values():
+        for axis in {a for dim in p.dims for a in atoms(dim)}:
+            found.setdefault(id(axis), {})[re.sub(r"\.\d+(?=\.)", ".*", p.name)] = None
+    return {key: list(names) for key, names in found.items()}
+
+
+def _where(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _share(candidate: Candidate, ranks: int, start: int) -> int:

@@ -281,6 +281,22 @@ def call_and_backward(mesh, name: str) -> dict[str, Any]:
     }
 
 
+def made_from_meta(mesh, name: str) -> dict[str, Any]:
+    """A meta model whose ranks have seeds of their own: its state, loss, and loss in eval mode."""
+    from autoshard import autoshard
+
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = tiny(name)
+    torch.manual_seed(dist.get_rank())
+    sharded = autoshard(model, mesh, example_inputs=batch())
+    state = detached(sharded.full_state_dict())
+    loss = sharded.train_step(**batch()).detach().clone()
+    with torch.no_grad():
+        evaluated = sharded.eval()(**batch()).loss.clone()
+    return {"state": state, "loss": loss, "evaluated": evaluated}
+
+
 def differing_batch(mesh, name: str, rank: int) -> dict[str, Any]:
     """One rank of a tensor-parallel group gets other tokens: the error, and what moved."""
     from autoshard.errors import AutoshardError

@@ -101,6 +101,7 @@ tensor = ranks_of(
         "other shapes": (gloo.other_shapes, "llama", SHAPES),
         "call": (gloo.call_and_backward, "handwritten"),
         "compiled": (gloo.compiled, "handwritten"),
+        "meta": (gloo.made_from_meta, "llama"),
     },
 )
 
@@ -136,6 +137,16 @@ def test_torch_compile_gives_the_same_loss_and_gradients(tensor):
     for got in each(tensor, "compiled"):
         assert difference(got["loss"], loss.detach()) == ""
         assert differences(got["gradients"], gloo.gradients_of(model)) == {}
+
+
+def test_ranks_make_one_model_out_of_a_meta_model(tensor):
+    got = each(tensor, "meta")
+    assert differences(got[0]["state"], got[1]["state"]) == {}
+    model = gloo.tiny("llama")
+    model.load_state_dict(got[0]["state"])
+    want = model(**gloo.batch()).loss.detach()
+    for rank in got:
+        assert abs(rank["loss"] - want) < 1e-5 and abs(rank["evaluated"] - want) < 1e-5
 
 
 # --- two data ranks ---

@@ -3,6 +3,8 @@
 Buckets are filled in reverse order of use; a full one is all-reduced at once, asynchronously, and
 all are finished before ``backward()`` returns. Their order is fixed when the module is made, and
 every backward launches all of them: ranks run the same collectives whatever gradients each has.
+A gradient moves into its bucket as soon as it is there and ``.grad`` becomes a view of the bucket:
+nothing is copied back, and memory holds every gradient once.
 
 Between backwards ``.grad`` is either this rank's summand (after ``no_sync``) or the sum over the
 ranks (after a reduction), and a later backward adds a summand to it. Before it does, a sum is made
@@ -25,17 +27,34 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass
 class Bucket:
-    """Pieces of gradients summed over the same mesh axes in one all-reduce. ``first``: whether this
-    rank is the one of its group that keeps an earlier sum."""
+    """Pieces of gradients summed over the same mesh axes in one all-reduce, and where each starts.
+    ``first``: whether this rank is the one of its group that keeps an earlier sum."""
 
     axes: tuple[str, ...]
     first: bool
-    pieces: list[tuple[str, Piece]] = field(default_factory=list)
-    nbytes: int = 0
+    dtype: torch.dtype
+    device: torch.device
+    pieces: list[tuple[str, Piece, int]] = field(default_factory=list)
+    numel: int = 0
     keys: int = 0
     waiting: int = 0
+    address: int = 0  # of the numbers of the last step
     flat: torch.Tensor | None = None
     work: Any = None
+
+    def open(self, grad: torch.Tensor | None, start: int) -> torch.Tensor:
+        """The numbers of the bucket: those in which ``grad``, a view left by the last step, or the
+        bucket's only gradient, already lies; else fresh ones."""
+        if self.flat is None and grad is not None and grad.is_contiguous():
+            storage = grad.untyped_storage()
+            ours = len(self.pieces) == 1 or storage.data_ptr() == self.address
+            size = self.numel * grad.element_size()
+            if ours and grad.storage_offset() == start and storage.nbytes() == size:
+                self.flat = grad.new_empty(0).set_(storage, 0, (self.numel,), (1,))
+        if self.flat is None:
+            self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.address = self.flat.data_ptr()
+        return self.flat
 
 
 class Reducer:
@@ -48,7 +67,7 @@ class Reducer:
     def __init__(self, module: Any, bucket_bytes: int = BUCKET_BYTES):
         self.module = module
         self.buckets: list[Bucket] = []
-        self.of: dict[str, list[tuple[Bucket, Piece]]] = {}
+        self.of: dict[str, list[tuple[Bucket, Piece, int]]] = {}
         self._fill(bucket_bytes)
         self._present: dict[tuple[str, ...], tuple[list[str], torch.Tensor]] = {}
         for bucket in self.buckets:
@@ -56,7 +75,7 @@ class Reducer:
                 keys = [
                     k
                     for k, homes in self.of.items()
-                    if any(b.axes == bucket.axes for b, _ in homes)
+                    if any(b.axes == bucket.axes for b, *_ in homes)
                 ]
                 flags = torch.ones(len(keys), device=module.tensor(keys[0]).device)
                 self._present[bucket.axes] = keys, flags
@@ -77,13 +96,14 @@ class Reducer:
             for piece in reductions(module.program.values[key], mesh, rank):
                 kind = (piece[3], tensor.dtype, tensor.device)
                 bucket = open_.get(kind)
-                if bucket is None or bucket.nbytes >= bucket_bytes:
-                    bucket = open_[kind] = Bucket(piece[3], mesh.index(rank, piece[3]) == 0)
+                if bucket is None or bucket.numel * tensor.element_size() >= bucket_bytes:
+                    first = mesh.index(rank, piece[3]) == 0
+                    bucket = open_[kind] = Bucket(piece[3], first, tensor.dtype, tensor.device)
                     self.buckets.append(bucket)
-                bucket.keys += all(home is not bucket for home, _ in homes)
-                bucket.pieces.append((key, piece))
-                bucket.nbytes += view_of(tensor, piece).numel() * tensor.element_size()
-                homes.append((bucket, piece))
+                bucket.keys += all(home is not bucket for home, *_ in homes)
+                bucket.pieces.append((key, piece, bucket.numel))
+                homes.append((bucket, piece, bucket.numel))
+                bucket.numel += view_of(tensor, piece).numel()
         self.of = {key: homes for key, homes in self.of.items() if homes}
 
     def _in_order_of_gradients(self) -> Iterator[str]:
@@ -106,7 +126,7 @@ class Reducer:
         grad = self.module.tensor(key).grad
         if grad is None:
             return
-        for bucket, piece in self.of[key]:
+        for bucket, piece, _ in self.of[key]:
             if not bucket.first:
                 view_of(grad, piece).zero_()
 
@@ -121,26 +141,33 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        for bucket in {id(bucket): bucket for bucket, _ in self.of[key]}.values():
+        for bucket, piece, start in self.of[key]:
+            self._put(bucket, key, piece, start)
+        for bucket in {id(bucket): bucket for bucket, *_ in self.of[key]}.values():
             bucket.waiting -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
             self._launch(self.buckets[self._next])
             self._next += 1
 
     @torch.no_grad()
+    def _put(self, bucket: Bucket, key: str, piece: Piece, start: int) -> None:
+        """Move a piece of a gradient into its bucket; zeros where there is none."""
+        tensor = self.module.tensor(key)
+        grad = None if tensor.grad is None else view_of(tensor.grad, piece)
+        place = bucket.open(grad, start)[start : start + view_of(tensor, piece).numel()]
+        if grad is None:
+            place.zero_()
+        elif grad.data_ptr() != place.data_ptr() or not grad.is_contiguous():
+            place = place.view_as(grad)
+            place.copy_(grad)
+            if piece[2] < 0:
+                tensor.grad = place
+
     def _launch(self, bucket: Bucket) -> None:
-        grads = []
-        for key, piece in bucket.pieces:
-            self._reopen(key)  # no gradient came on this step: still the last step's sum
-            tensor = self.module.tensor(key)
-            if tensor.grad is None:
-                grads.append(torch.zeros_like(view_of(tensor, piece)))
-            else:
-                grads.append(view_of(tensor.grad, piece))
-        if len(grads) == 1 and grads[0].is_contiguous():
-            bucket.flat = grads[0].view(-1)
-        else:
-            bucket.flat = torch.cat([g.reshape(-1) for g in grads])
+        for key, piece, start in bucket.pieces:
+            if bucket.waiting:  # some have no gradient on this step; .grad may be the last sum
+                self._reopen(key)
+                self._put(bucket, key, piece, start)
         bucket.work = self._all_reduce(bucket.flat, bucket.axes)
 
     def _all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "SUM") -> Any:
@@ -157,7 +184,7 @@ class Reducer:
         self._task = -1
         for bucket in self.buckets:
             bucket.work.wait()
-            self._scatter(bucket)
+            self._take(bucket)
             bucket.flat = bucket.work = None
         for key in self.of:
             if self.module.tensor(key).grad is not None:
@@ -181,18 +208,13 @@ class Reducer:
                     tensor = self.module.tensor(key)
                     tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
-    def _scatter(self, bucket: Bucket) -> None:
-        start, targets, sources = 0, [], []
+    def _take(self, bucket: Bucket) -> None:
+        """Copy back what is no view of the bucket: parts of gradients."""
         assert bucket.flat is not None
-        for key, piece in bucket.pieces:
-            tensor = self.module.tensor(key)
-            count = view_of(tensor, piece).numel()
-            if tensor.grad is not None:
-                target = view_of(tensor.grad, piece)
-                source = bucket.flat[start : start + count].view_as(target)
+        for key, piece, start in bucket.pieces:
+            grad = self.module.tensor(key).grad
+            if grad is not None:
+                target = view_of(grad, piece)
+                source = bucket.flat[start : start + target.numel()]
                 if source.data_ptr() != target.data_ptr():
-                    targets.append(target)
-                    sources.append(source)
-            start += count
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                    target.copy_(source.view_as(target))

@@ -4,6 +4,7 @@ Two gloo processes with one thread each train the same Llama-like model; the mod
 by step, and medians are compared: what else the machine does falls on all of them alike::
 
     python tests/benchmarks/bench_tp.py
+    python tests/benchmarks/bench_tp.py --clock cpu    # where other work shares the processors
 
 A step is forward, backward, and every reduction of gradients; no optimizer. ``A/A`` is a mode
 against a second copy of itself: what this machine can tell apart. All modes of a mesh must agree in
@@ -400,6 +401,7 @@ def measure(group: str, size: argparse.Namespace) -> dict[str, list[float]]:
         torch.manual_seed(0)
         steps[name] = build(size, mesh, batch)
     assert_same_loss({name: step() for name, (_, step) in steps.items()})
+    clock = time.process_time if size.clock == "cpu" else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(size.warmup + size.steps):
@@ -408,10 +410,10 @@ def measure(group: str, size: argparse.Namespace) -> dict[str, list[float]]:
             for parameter in parameters:
                 parameter.grad = None
             dist.barrier()
-            begin = time.perf_counter()
+            begin = clock()
             step()
             if turn >= size.warmup:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return times
 
 
@@ -450,7 +452,8 @@ def run(rank: int, folder: str, size: argparse.Namespace) -> None:
 
         headers = ["mesh", "mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
         print(tabulate(rows, headers, floatfmt=("", "", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
-        print(f"\n{size.steps} steps of {size.batch} x {size.length} tokens; {describe(size)}")
+        tokens = f"{size.steps} steps of {size.batch} x {size.length} tokens"
+        print(f"\n{tokens}, {size.clock} time; {describe(size)}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -469,6 +472,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--groups", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what is counted")
     parser.add_argument("--skip", nargs="*", default=[], help="modes to leave out, by name")
     size = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
