@@ -192,7 +192,8 @@ def cut_concat(axis: Axis, edge: int) -> bool:
             for piece in part:
                 piece.opaque = axis.opaque
         return True
-    start, parts = 0, []
+    start = 0
+    parts: list[Dim] = []
     done = True
     for part in axis.parts:
         size = size_of(part)

@@ -1,9 +1,9 @@
 """The conversions between layouts, as functions with the backward that the layouts imply.
 
-Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names the mesh axes until the
-graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is cut and
-``size`` its whole size (where they matter). Pieces are those of ``torch.chunk``: the last may be short,
-and is padded on the wire only.
+Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names the mesh axes until
+the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
+cut and ``size`` its whole size (where they matter). Pieces are those of ``torch.chunk``: the last
+may be short, and is padded on the wire only.
 
 | kind | from -> to | forward | backward |
 |---|---|---|---|
@@ -78,9 +78,7 @@ def _scatter_sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tens
         x = pad_to(x, dim, step * link.size)
     if dim != 0:
         x = x.unflatten(dim, (link.size, step)).movedim(dim, 0).flatten(0, 1)
-    out = c10d.wait_tensor(
-        c10d.reduce_scatter_tensor(x.contiguous(), "sum", link.size, link.group)
-    )
+    out = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", link.size, link.group))
     if dim != 0:
         out = out.view(x.shape[0] // link.size, *x.shape[1:])
     if step * link.size == size:

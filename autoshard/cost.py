@@ -32,8 +32,12 @@ def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
     """Bytes a rank sends in a ring collective over ``ranks`` on a tensor of ``whole_bytes`` in all:
     all_reduce 2 (n-1)/n of it, all_gather and reduce_scatter (n-1)/n (Thakur et al. 2005; Patarasuk
     and Yuan 2009)."""
-    share = sympy.Rational(ranks - 1, ranks) * whole_bytes
-    return {"": 0, "all_reduce": 2 * share}.get(kind, share)
+    if not kind:
+        return 0
+    times = (2 if kind == "all_reduce" else 1) * (ranks - 1)
+    if isinstance(whole_bytes, int) or whole_bytes.is_Integer:
+        return -(-times * int(whole_bytes) // ranks)  # no part of a byte travels
+    return sympy.Rational(times, ranks) * whole_bytes
 
 
 def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
