@@ -1,8 +1,8 @@
 """Logical axes: the dimensions a model has, found by unification.
 
-A tensor dimension is a `Dim`: a tuple of axes, major first; ``()`` is a dimension of size one. An axis
-starts as a variable, may be merged with another, refined into a product, or seen as a concatenation
-of dimensions. After inference the *leaves* are what strategies cut.
+A tensor dimension is a `Dim`: a tuple of axes, major first; ``()`` is a dimension of size one. An
+axis starts as a variable, may be merged with another, refined into a product, or seen as a
+concatenation of dimensions. After inference the *leaves* are what strategies cut.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ def piece(dim: Dim, start: int, stop: int) -> Dim:
 
 
 def slice_dim(dim: Dim, start: Any, stop: Any) -> Dim | None:
-    """The dimension ``[start:stop]`` as pieces of the old one; None when it has no such structure."""
+    """The dimension ``[start:stop]`` as pieces of the old one; None when it has no such
+    structure."""
     if not all(isinstance(v, int) for v in (start, stop, size_of(dim))) or stop <= start:
         return None
     for edge in (start, stop):

@@ -268,8 +268,8 @@ def _where(model: nn.Module, error: BaseException | None) -> tuple[str, str]:
 
 
 def _inline_no_grad(module: fx.GraphModule) -> None:
-    """Blocks under ``torch.no_grad`` are nested graphs: put in line, their results detached. (torch's own
-    inlining would let gradients through.)"""
+    """Blocks under ``torch.no_grad`` are nested graphs: put in line, their results detached.
+    (torch's own inlining would let gradients through.)"""
     graph = module.graph
     for node in [n for n in graph.nodes if "wrap_with_set_grad_enabled" in str(n.target)]:
         enabled, block, *args = node.args
@@ -397,8 +397,9 @@ def _keep_hints(program: Program, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _unify_symbols(program: Program, tensors: dict[str, torch.Tensor]) -> None:
-    """Inputs with as many rows as the first share its batch. Where export proved only that products of
-    input sizes agree (batch x length of ids and of labels), take the factors to agree."""
+    """Inputs with as many rows as the first share its batch. Where export proved only that
+    products of input sizes agree (batch x length of ids and of labels), take the factors to
+    agree."""
     rows = next((len(x) for x in tensors.values() if x.ndim), 0)
     batch: dict[Any, Any] = {}
     first: dict[int, Any] = {}

@@ -81,7 +81,9 @@ def _type(program: Program, typer: Typer, node: fx.Node) -> Typing:
                 )
             ) from error
     program.fallbacks.append(op_name(node.target))
-    whole = [d for n in node.all_input_nodes if n in program.dims for d in _all_dims(program.dims[n])]
+    whole = [
+        d for n in node.all_input_nodes if n in program.dims for d in _all_dims(program.dims[n])
+    ]
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         return Typing(typer.new(value), whole=whole)
@@ -123,7 +125,7 @@ def _name(dims: Any, *names: str) -> None:
 def _names(program: Program, typings: dict[fx.Node, Typing]) -> None:
     """Readable names, for tables only: nothing decides by them."""
     dims = program.dims
-    for node, typing in typings.items():
+    for node in typings:
         kind = op_name(node.target)
         if kind == "scaled_dot_product_attention":
             q, k, v = (dims[n] for n in node.args[:3])

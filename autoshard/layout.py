@@ -1,7 +1,7 @@
 """Layouts: what a rank holds of a value, per mesh axis, and sizes and slices that follow.
 
-States: ``I`` invariant, ``R`` replicate, ``P`` partial, and sharded, written as the cut `Axis` itself.
-Their gradients are I, P, R and sharded alike.
+States: ``I`` invariant, ``R`` replicate, ``P`` partial, and sharded, written as the cut `Axis`
+itself. Their gradients are I, P, R and sharded alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def cut_axes(layout: Layout, axis: Axis) -> tuple[str, ...]:
 
 
 def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of piece ``index`` when ``size`` is cut like ``torch.chunk`` (last ones short)."""
+    """Start and stop of piece ``index`` when ``size`` is cut like ``torch.chunk`` (last ones
+    short)."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 

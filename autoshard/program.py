@@ -17,7 +17,8 @@ from autoshard.mesh import SubMesh
 
 @dataclass
 class Parameter:
-    """A parameter or buffer of the model. ``names``: every alias in the state dict, first one canonical.
+    """A parameter or buffer of the model. ``names``: every alias in the state dict, first one
+    canonical.
 
     ``value`` is the model's own tensor (never copied here; on the meta device for a meta model).
     """
@@ -66,9 +67,9 @@ class Conversion:
 class Program:
     """A captured graph with everything known about it.
 
-    ``graph_module`` takes parameters, buffers and constants (``values``, by placeholder name) and then
-    the inputs. ``dims[node]`` are the logical dimensions of a node's result (a list of them for several
-    results); ``layouts[node]`` its layout once partitioned.
+    ``graph_module`` takes parameters, buffers and constants (``values``, by placeholder name) and
+    then the inputs. ``dims[node]`` are the logical dimensions of a node's result (a list of them
+    for several results); ``layouts[node]`` its layout once partitioned.
     """
 
     graph_module: fx.GraphModule
@@ -106,7 +107,8 @@ class Program:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path, in the model, of the module that a node was traced from; '' for the model itself."""
+    """The path, in the model, of the module that a node was traced from; '' for the model
+    itself."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""

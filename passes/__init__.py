@@ -28,7 +28,8 @@ def chain(*, sequence_parallel: bool = True, strict: bool = False) -> list[Pass]
 
 
 def parse(text: str) -> list[Pass]:
-    """A chain from its text, as a pass prints itself: ``"infer_axes; tensor_parallel(strict=True)"``.
+    """A chain from its text, as a pass prints itself: ``"infer_axes;
+    tensor_parallel(strict=True)"``.
 
     Raises ShardingError for an unknown pass or option, with the ones there are.
     """

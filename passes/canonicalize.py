@@ -1,7 +1,8 @@
 """canonicalize: one form for each thing, and nothing that computes nothing.
 
-Requires: a captured graph. Gives: no assertions, aliases, no-op casts or inactive dropouts; masks that are
-causal or full for every size replaced by ``is_causal`` or dropped; scaled additions of products written out.
+Requires: a captured graph. Gives: no assertions, aliases, no-op casts or inactive dropouts; masks
+that are causal or full for every size replaced by ``is_causal`` or dropped; scaled additions of
+products written out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Canonicalize(Pass):
                 _simplify(program.graph, node)
                 _constant_index(program, node)
         _recognise_masks(program)
-        program.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        program.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output")
+        )
         program.graph_module.recompile()
         return program
 
@@ -177,7 +180,9 @@ def _what_mask(program: Program, mask: fx.Node) -> str:
         return "other"
     shape = [expression(s) for s in mask.meta["val"].shape]
     symbols = sorted({s for e in shape if not isinstance(e, int) for s in e.free_symbols}, key=str)
-    constants = {a for n in needed for a in n.args if isinstance(a, int) and not isinstance(a, bool)}
+    constants = {
+        a for n in needed for a in n.args if isinstance(a, int) and not isinstance(a, bool)
+    }
     lengths = {5, 9}
     for constant in constants:
         if 2 < abs(constant) < 2**30:
@@ -188,7 +193,7 @@ def _what_mask(program: Program, mask: fx.Node) -> str:
         lengths = {0}
     verdicts = set()
     for length in sorted(lengths):
-        verdicts.add(_evaluate(needed, mask, {s: length for s in symbols}))
+        verdicts.add(_evaluate(needed, mask, dict.fromkeys(symbols, length)))
         if "other" in verdicts:
             return "other"
     return verdicts.pop() if len(verdicts) == 1 else "other"

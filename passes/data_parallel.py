@@ -48,7 +48,7 @@ class DataParallel(Pass):
                         "data_parallel",
                         "the batch",
                         f"{axis.size} rows over {','.join(over)} = {ranks} ranks",
-                        "the graph was captured with a fixed batch that the data axes do not divide",
+                        "the captured batch has a fixed size, which the data axes do not divide",
                         f"use a multiple of {ranks} rows, or a smaller data axis",
                     )
                 )

@@ -1,6 +1,7 @@
 """infer_axes: the logical dimensions of every tensor.
 
-Requires: a canonical graph. Gives: ``program.dims`` and what every op's rule states (``program.typings``).
+Requires: a canonical graph. Gives: ``program.dims`` and what every op's rule states
+(``program.typings``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """partition: from assigned axes to the per-rank graph.
 
-Requires: axes inferred and assigned. Gives: a graph over local tensors in which every edge's layouts
-agree, conversions are collectives, and shape literals are local; parameters know their layout.
+Requires: axes inferred and assigned. Gives: a graph over local tensors in which every edge's
+layouts agree, conversions are collectives, and shape literals are local; parameters know their
+layout.
 
     before:  h = linear(x, w1); y = linear(h, w2)          ffn -> tp
     after:   x' = replicate(x, tp); h = linear(x', w1); z = linear(h, w2); y = all_reduce(z, tp)
@@ -43,7 +44,8 @@ CONVERSION_KIND = {
 #: Ops whose numbers are sizes.
 SIZED = frozenset("arange linspace tril_indices triu_indices randperm eye".split())
 
-#: What happens to the parts of a concatenation that the axis does not cut (they are replicated there)
+#: What happens to the parts of a concatenation that the axis does not cut (they are replicated
+#: there)
 UNCUT_PART = {
     "all_gather_invariant": "invariant",
     "reduce_scatter": "all_reduce_replicate",
@@ -88,7 +90,7 @@ class Partitioner:
         self.sizes: dict[Any, Any] = {}
         self.read_replicated: set[tuple[str, str]] = set()
         self.invariant_reads: list[tuple[fx.Node, str, str]] = []
-        self.source: fx.Node | None = None
+        self.source: Any = None  # the node that is being rewritten
         self.dims: dict[fx.Node, Any] = {}
         self.layouts: dict[fx.Node, Any] = {}
         self.order = {m: program.assigned(m) for m in self.axes}
@@ -101,7 +103,8 @@ class Partitioner:
             if not isinstance(a.axis.size, int)
         }
         self.assigned = {
-            m: {id(a.axis): (a.priority, -i) for i, a in enumerate(self.order[m])} for m in self.axes
+            m: {id(a.axis): (a.priority, -i) for i, a in enumerate(self.order[m])}
+            for m in self.axes
         }
 
     # -- the walk ------------------------------------------------------------------------------
@@ -120,7 +123,9 @@ class Partitioner:
                 self._output(node)
             elif node.op == "get_attr":
                 raise ShardingError(
-                    message("partition", node.name, str(node.target), "a nested graph", "export it flat")
+                    message(
+                        "partition", node.name, str(node.target), "a nested graph", "export it flat"
+                    )
                 )
         self._settle_parameters()
         self.graph.eliminate_dead_code()
@@ -154,7 +159,9 @@ class Partitioner:
         trainable = parameter is not None and parameter.trainable
         derived = parameter is not None and not parameter.buffer
         known = node.name if parameter is not None else ""
-        self.env[node] = self._value(new, dims, layout, trainable, derived, value.element_size(), known)
+        self.env[node] = self._value(
+            new, dims, layout, trainable, derived, value.element_size(), known
+        )
 
     def _home(self, m: str, dims: tuple[Dim, ...], is_input: bool) -> Axis | None:
         """The axis that a parameter (or, over the data axes, an input) is stored cut on."""
@@ -181,7 +188,14 @@ class Partitioner:
                     )
 
     def _value(
-        self, node: fx.Node, dims: Any, layout: Layout, grad: bool, derived: bool, itemsize: int, name: str = ""
+        self,
+        node: fx.Node,
+        dims: Any,
+        layout: Layout,
+        grad: bool,
+        derived: bool,
+        itemsize: int,
+        name: str = "",
     ) -> Value:
         self.dims[node], self.layouts[node] = dims, layout
         readers = len(self.source.users) if self.source is not None else 1
@@ -261,13 +275,18 @@ class Partitioner:
         derived = any(v.derived for v in values)
         modes: dict[str, Any] = {}
         for m in self.axes:
-            own = [a for i, a in rows.items() if i in self.assigned[m]] if m in self.batch_axes else []
+            own = (
+                [a for i, a in rows.items() if i in self.assigned[m]]
+                if m in self.batch_axes
+                else []
+            )
             modes[m] = own[0] if own else self._mode(m, typing, values, outs, space, derived)
         self._join_siblings(modes)
         return modes
 
     def _rows_stay_apart(self, rows: dict[int, Axis], whole: set[int], banned: set[int]) -> None:
-        """No op may need the rows of other data ranks: they are not here, nor is their number known."""
+        """No op may need the rows of other data ranks: they are not here, nor is their number
+        known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
             raise ShardingError(
@@ -275,12 +294,14 @@ class Partitioner:
                     f"{op_name(self.source.target)} {module_path(self.source)}",
                     f"result {self.source.name}",
                     f"batch of {needed[0].size} rows over {','.join(self.batch_axes)}",
-                    "this op mixes the rows of the batch, and every data rank holds its own rows only",
+                    "this op mixes rows of the batch, and a data rank holds its own rows only",
                     "drop the data axes, or give static sizes with a batch that they divide",
                 )
             )
 
-    def _mode(self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool) -> Any:
+    def _mode(
+        self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool
+    ) -> Any:
         states = [v.layout[m] for v in values]
         if typing.linear and P in states and (len(values) == 1 or self._read_once(values, states)):
             if typing.linear == "all" and all(s == P for s in states):
@@ -298,10 +319,14 @@ class Partitioner:
         # over the data axes a parameter's gradient is summed once a step, not where it is read
         replicated = [s == R or (data and v.parameter) for s, v in zip(states, values, strict=True)]
         grad = [v.grad for v in values]
-        return R if P not in states and any(r and g for r, g in zip(replicated, grad, strict=True)) else I
+        return (
+            R
+            if P not in states and any(r and g for r, g in zip(replicated, grad, strict=True))
+            else I
+        )
 
     def _read_once(self, values: list[Value], states: list[Any]) -> bool:
-        """A sum that others read too is reduced now; only one that nobody else reads may travel on."""
+        """A sum that others read too is reduced now; one that nobody else reads may travel on."""
         return all(v.readers == 1 for v, s in zip(values, states, strict=True) if s == P)
 
     def _passes(self, m: str, values: list[Value], states: list[Any]) -> bool:
@@ -316,10 +341,12 @@ class Partitioner:
         return True
 
     def _join_siblings(self, modes: dict[str, Any]) -> None:
-        """Sub-axes of one mesh axis act together: where one cuts an axis of higher rank, the others do
-        not cut one of lower rank (a sequence) but replicate."""
+        """Sub-axes of one mesh axis act together: where one cuts an axis of higher rank, the
+        others do not cut one of lower rank (a sequence) but replicate."""
         for m, mode in modes.items():
-            siblings = [s for s in self.axes if s != m and s.partition(".")[0] == m.partition(".")[0]]
+            siblings = [
+                s for s in self.axes if s != m and s.partition(".")[0] == m.partition(".")[0]
+            ]
             cut = [modes[s] for s in siblings if isinstance(modes[s], Axis)]
             if not cut:
                 continue
@@ -330,7 +357,9 @@ class Partitioner:
     def _priority(self, m: str, axis: Axis) -> int:
         return self.assigned[m][id(axis)][0]
 
-    def _result_layout(self, modes: dict[str, Any], dims: Any, typing: Typing, local: Local) -> Layout:
+    def _result_layout(
+        self, modes: dict[str, Any], dims: Any, typing: Typing, local: Local
+    ) -> Layout:
         layout: Layout = {}
         own = {id(a) for d in dims for a in atoms(d)}
         summed = {id(a) for d in typing.summed for a in atoms(d)}
@@ -365,15 +394,18 @@ class Partitioner:
         if value.parameter:
             return self._read_parameter(value, target)
         if not value.grad:  # no gradient: invariant and replicated are the same thing
-            target = {m: value.layout[m] if {s, value.layout[m]} <= {I, R} else s for m, s in target.items()}
+            target = {
+                m: value.layout[m] if {s, value.layout[m]} <= {I, R} else s
+                for m, s in target.items()
+            }
         key = tuple(id(s) if isinstance(s, Axis) else s for s in target.values())
         if key not in value.converted:
             value.converted[key] = self._convert(value, target)
         return value.converted[key]
 
     def _read_parameter(self, value: Value, target: Layout) -> fx.Node:
-        """A parameter read by cut work is R (its gradient is reduced once, later); read by invariant
-        work it is I. Which of the two, or both, is settled after the walk."""
+        """A parameter read by cut work is R (its gradient is reduced once, later); read by
+        invariant work it is I. Which of the two, or both, is settled after the walk."""
         node, layout, invariant = value.node, dict(value.layout), []
         for m, state in target.items():
             if layout[m] == state:
@@ -425,30 +457,40 @@ class Partitioner:
         self.dims.setdefault(node, value.dims)
         self.layouts.setdefault(node, dict(layout))
 
-    def _groups(self, steps: list[str], layout: Layout, target: Layout, reverse: bool = False) -> Any:
+    def _groups(
+        self, steps: list[str], layout: Layout, target: Layout, reverse: bool = False
+    ) -> Any:
         """Neighbouring mesh axes that change in the same way are converted together."""
         groups: list[tuple[str, ...]] = []
         for m in steps:
             last = groups[-1][-1] if groups else None
-            same = last is not None and _same(layout[last], layout[m]) and _same(target[last], target[m])
+            same = (
+                last is not None
+                and _same(layout[last], layout[m])
+                and _same(target[last], target[m])
+            )
             if same and self.axes.index(m) == self.axes.index(last) + 1:
                 groups[-1] = (*groups[-1], m)
             else:
                 groups.append((m,))
         return list(reversed(groups)) if reverse else groups
 
-    def _gather(self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any) -> fx.Node:
+    def _gather(
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any
+    ) -> fx.Node:
         old, new = layout[group[0]], target[group[0]]
         kind = "all_gather" if new == R else "all_gather_invariant"
         node = self._along(kind, node, value, layout, old, group)
         for m in group:
             layout[m] = R if new == R else I
-        if not (new in (R, I)):  # to another axis: gather, then slice
+        if new not in (R, I):  # to another axis: gather, then slice
             for m in group:
                 layout[m] = I
         return node
 
-    def _reduce_or_slice(self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any) -> fx.Node:
+    def _reduce_or_slice(
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any
+    ) -> fx.Node:
         old, new = layout[group[0]], target[group[0]]
         if isinstance(new, Axis):
             kind = {P: "reduce_scatter", I: "shard", R: "shard_replicated"}[old]
@@ -457,8 +499,8 @@ class Partitioner:
             for m in group:
                 layout[m] = new
             return self._along(kind, node, value, layout, new, group)
-        kind = CONVERSION_KIND.get((old, new))
-        if kind is None:
+        plain = CONVERSION_KIND.get((old, new))
+        if plain is None:
             raise ShardingError(
                 message(
                     f"partition of {self.source}",
@@ -470,11 +512,13 @@ class Partitioner:
             )
         for m in group:
             layout[m] = new
-        if not value.grad and kind in ("replicate", "invariant"):
+        if not value.grad and plain in ("replicate", "invariant"):
             return node
-        return self.emit_collective(kind, node, group, 0, 0, value, layout)
+        return self.emit_collective(plain, node, group, 0, 0, value, layout)
 
-    def _along(self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any) -> fx.Node:
+    def _along(
+        self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any
+    ) -> fx.Node:
         """A collective along one logical axis, wherever it sits in the tensor's dimensions."""
         at = next(i for i, d in enumerate(value.dims) if axis in set(atoms(d)))
         gathers = kind.startswith("all_gather")
@@ -485,7 +529,15 @@ class Partitioner:
         return self._along_dim(kind, node, value, inner, axis, group, at, value.dims[at])
 
     def _along_dim(
-        self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any, at: int, dim: Dim
+        self,
+        kind: str,
+        node: fx.Node,
+        value: Value,
+        layout: Layout,
+        axis: Axis,
+        group: Any,
+        at: int,
+        dim: Dim,
     ) -> fx.Node:
         axes = leaves(dim)
         if axes == (axis,):
@@ -516,7 +568,14 @@ class Partitioner:
         return self.emit(self.source, aten.flatten.using_ints, node, at, at + len(axes) - 1)
 
     def emit_collective(
-        self, kind: str, node: fx.Node, group: Any, dim: int, size: Any, value: Value, layout: Layout
+        self,
+        kind: str,
+        node: fx.Node,
+        group: Any,
+        dim: int,
+        size: Any,
+        value: Value,
+        layout: Layout,
     ) -> fx.Node:
         function = getattr(collectives, kind)
         new = self.emit(self.source, function, node, tuple(group), dim, size)
@@ -539,8 +598,9 @@ class Partitioner:
 
     def _why(self) -> str:
         assert self.source is not None
-        path = module_path(self.source)
-        return f"{op_name(self.source.target) if self.source.op == 'call_function' else self.source.op} {path}".strip()
+        called = self.source.op == "call_function"
+        kind = op_name(self.source.target) if called else self.source.op
+        return f"{kind} {module_path(self.source)}".strip()
 
     def emit(self, like: fx.Node | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self.graph.call_function(target, args, kwargs)
@@ -575,13 +635,27 @@ class Partitioner:
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
             return call(operator.pow, (self.size_node(expr.base), int(expr.exp)))
         if expr.is_Rational and not expr.is_Integer:
-            raise ShardingError(message("partition", "a size", str(expr), "not whole", "use static sizes"))
+            raise ShardingError(
+                message("partition", "a size", str(expr), "not whole", "use static sizes")
+            )
         name = type(expr).__name__
-        binary = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min}
+        binary = {
+            "FloorDiv": operator.floordiv,
+            "Mod": operator.mod,
+            "PythonMod": operator.mod,
+            "Max": max,
+            "Min": min,
+        }
         if name in binary:
             return call(binary[name], tuple(self.size_node(a) for a in expr.args))
         raise ShardingError(
-            message("partition", "a dynamic size", str(expr), f"{name} is not supported", "capture with static sizes")
+            message(
+                "partition",
+                "a dynamic size",
+                str(expr),
+                f"{name} is not supported",
+                "capture with static sizes",
+            )
         )
 
     def global_number(self, local: Local, node: fx.Node, number: Any, as_tensor: bool) -> Any:
@@ -594,7 +668,9 @@ class Partitioner:
         rows = [a.size for a in self.rows.values() if expr.has(a.size)]
         if not rows:
             return number
-        plain = expr.replace(lambda e: type(e).__name__ == "IntTrueDiv", lambda e: e.args[0] / e.args[1])
+        plain = expr.replace(
+            lambda e: type(e).__name__ == "IntTrueDiv", lambda e: e.args[0] / e.args[1]
+        )
         plain = plain.replace(lambda e: type(e).__name__ == "ToFloat", lambda e: e.args[0])
         power = sympy.simplify(sympy.diff(plain, rows[0]) * rows[0] / plain)
         if len(rows) > 1 or not power.is_Integer or not as_tensor:
@@ -647,7 +723,9 @@ class Partitioner:
             return axis.size // ranks
         key = (axis, by)
         if key not in self.sizes:
-            self.sizes[key] = self.graph.call_function(collectives.local_size, (self.size_node(axis.size), by))
+            self.sizes[key] = self.graph.call_function(
+                collectives.local_size, (self.size_node(axis.size), by)
+            )
         return self.sizes[key]
 
     def local_expression(self, dim: Dim, layout: Layout) -> Any:
@@ -659,7 +737,13 @@ class Partitioner:
                 continue
             by = cut_axes(layout, axis)
             natural = not isinstance(axis.size, int) and all(m in self.batch_axes for m in by)
-            out = out * (axis.size if natural else sympy.Rational(1, self.mesh.size(by)) * axis.size if by else axis.size)
+            out = out * (
+                axis.size
+                if natural
+                else sympy.Rational(1, self.mesh.size(by)) * axis.size
+                if by
+                else axis.size
+            )
         return out
 
     # -- outputs -------------------------------------------------------------------------------
@@ -667,7 +751,11 @@ class Partitioner:
     def _output(self, node: fx.Node) -> None:
         results = []
         count = len(self.program.output_names)
-        held = {n.name: v.layout for n, v in self.env.items() if n.op == "placeholder" and isinstance(v, Value)}
+        held = {
+            n.name: v.layout
+            for n, v in self.env.items()
+            if n.op == "placeholder" and isinstance(v, Value)
+        }
         buffers = {i: held[name] for name, i in self.program.buffer_updates.items()}
         for i, item in enumerate(node.args[0]):
             value = self.env[item] if isinstance(item, fx.Node) else item
@@ -679,7 +767,9 @@ class Partitioner:
             out = self.convert(value, buffers.get(i, target))  # a buffer is written as it is held
             cut = [m for m in self.axes if isinstance(target[m], Axis)]
             if cut and value.grad:
-                out = self.emit(node, collectives.scale_gradient, out, 1 / self.mesh.size(tuple(cut)))
+                out = self.emit(
+                    node, collectives.scale_gradient, out, 1 / self.mesh.size(tuple(cut))
+                )
             self.dims[out], self.layouts[out] = value.dims, target
             results.append(out)
         self.graph.output(tuple(results))
@@ -691,8 +781,22 @@ class Partitioner:
 class Local:
     """What a rule's ``localize`` writes with: the local form of one op."""
 
-    def __init__(self, partitioner: Partitioner, node: fx.Node, typing: Typing, read: Any, modes: Any, outs: Any):
-        self.p, self.node, self.typing, self.modes, self.outs = partitioner, node, typing, modes, outs
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        node: fx.Node,
+        typing: Typing,
+        read: Any,
+        modes: Any,
+        outs: Any,
+    ):
+        self.p, self.node, self.typing, self.modes, self.outs = (
+            partitioner,
+            node,
+            typing,
+            modes,
+            outs,
+        )
         self.read = read
         self.settled: set[str] = set()
         self.results = len(outs)
@@ -737,7 +841,7 @@ class Local:
         return self.emit(self.node.target, *args, **kwargs)
 
     def _count_all_rows(self, args: list[Any]) -> None:
-        """A size used as a number (``x.sum() / len(x)``) means the global batch: counted over the ranks."""
+        """A size used as a number (``x.sum() / len(x)``) means the global batch: it is counted."""
         schema = getattr(self.node.target, "_schema", None)
         if schema is None or not self.p.rows or op_name(self.node.target) in SIZED:
             return
@@ -771,7 +875,9 @@ class Local:
         for part in before:
             size = self.size((*part, *axes[1:]))
             both = isinstance(total, int) and isinstance(size, int)
-            total = total + size if both else self.p.graph.call_function(operator.add, (total, size))
+            total = (
+                total + size if both else self.p.graph.call_function(operator.add, (total, size))
+            )
         return total
 
     def cutting(self, dims: list[Dim]) -> tuple[str, ...]:
@@ -787,7 +893,12 @@ class Local:
         self.settled.update(axes)
 
     def convert_raw(
-        self, kind: str, node: fx.Node, axes: tuple[str, ...], dims: tuple[Dim, ...] = (), grad: bool = True
+        self,
+        kind: str,
+        node: fx.Node,
+        axes: tuple[str, ...],
+        dims: tuple[Dim, ...] = (),
+        grad: bool = True,
     ) -> fx.Node:
         """A collective inside the op's own local form, on a tensor of dimensions ``dims``."""
         value = next(iter(self.read.values()))
@@ -845,26 +956,31 @@ class Local:
             count = self.p._times(count, self.size(dim))
         return self.emit(aten.new_full.default, self._first(), [], count, dtype=self._dtype())
 
-    def then_add(self, product: fx.Node, bias: fx.Node, shape: tuple[int, ...] | None = None) -> Value:
+    def then_add(
+        self, product: fx.Node, bias: fx.Node, shape: tuple[int, ...] | None = None
+    ) -> Value:
         """product + bias, the bias added once: the partial sum is reduced first."""
         p = self.p
-        inputs = [v for v in self.read.values()]
+        inputs = list(self.read.values())
         tensor = tensor_results(self.node)[0]
         grad = any(v.grad for v in inputs)
         first = p._value(product, self.outs[0], self.layout(), grad, True, tensor.element_size())
         second = self.read[bias]
         dims = second.dims if shape is None else (second.dims[0], *([()] * (len(shape) - 1)))
         typing = Typing(self.outs[0])
-        typed = Value(second.node, dims, second.layout, second.grad, True, second.itemsize, second.parameter)
+        typed = Value(
+            second.node, dims, second.layout, second.grad, True, second.itemsize, second.parameter
+        )
         modes = p._modes(typing, [first, typed], [self.outs[0]])
         left = p.convert(first, p.wanted(first, modes))
         right = p.convert(second, p.wanted(second, modes))
         if shape is not None:
             right = self.emit(aten.reshape.default, right, list(shape))
         out = self.emit(aten.add.Tensor, left, right)
-        layout = {m: s for m, s in modes.items()}
         own = {id(a) for d in self.outs[0] for a in atoms(d)}
-        layout = {m: (R if isinstance(s, Axis) and id(s) not in own else s) for m, s in layout.items()}
+        layout = {
+            m: (R if isinstance(s, Axis) and id(s) not in own else s) for m, s in modes.items()
+        }
         return p._value(out, self.outs[0], layout, grad, True, tensor.element_size())
 
 

@@ -1,8 +1,8 @@
 """sequence_parallel: tokens over tp, wherever tp cuts nothing of higher priority.
 
-Requires: axes inferred. Gives: ``sequence -> tp`` assigned at a lower priority than tensor parallelism,
-so that norms, dropouts and residuals between its linears hold a slice of the tokens, and the all-reduces
-become all-gathers and reduce-scatters (Korthikanti et al. 2022).
+Requires: axes inferred. Gives: ``sequence -> tp`` assigned at a lower priority than tensor
+parallelism, so that norms, dropouts and residuals between its linears hold a slice of the tokens,
+and the all-reduces become all-gathers and reduce-scatters (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """tensor_parallel: the axes that are worth cutting over tp.
 
-Requires: axes inferred. Gives: heads, kv, ffn, vocab, inner ... assigned to tp; tp factored into sub-axes
-where an axis is smaller than it (2 kv heads over tp=8). No name is looked at: an axis is taken when
-the work that cutting it saves outweighs the traffic that cutting it causes.
+Requires: axes inferred. Gives: heads, kv, ffn, vocab, inner ... assigned to tp; tp factored into
+sub-axes where an axis is smaller than it (2 kv heads over tp=8). No name is looked at: an axis is
+taken when the work that cutting it saves outweighs the traffic that cutting it causes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SMALL = 0.02
 
 @dataclass
 class Candidate:
-    """An axis that could be cut: ``work`` FLOPs it divides, by op; ``traffic`` bytes its sums move."""
+    """An axis that could be cut: ``work`` FLOPs it divides, by op; ``traffic`` bytes its sums
+    move."""
 
     axis: Axis
     work: dict[fx.Node, float] = field(default_factory=dict)
@@ -71,7 +72,9 @@ class TensorParallel(Pass):
                 if start <= position < end:
                     over.append(part)
                 position *= size
-            program.assignments.append(Assignment(candidate.axis, tuple(over), 10, self.name, reason))
+            program.assignments.append(
+                Assignment(candidate.axis, tuple(over), 10, self.name, reason)
+            )
         self._report(program, taken, ranks)
         return program
 
@@ -92,7 +95,9 @@ class TensorParallel(Pass):
             if now < gain:  # what was taken meanwhile lowers a gain, and never raises one
                 heapq.heapreplace(heap, (-now, heap[0][1]))
                 continue
-            if gain < (THRESHOLD if taken else 0):  # the best one is taken in any case: tp was asked for
+            if gain < (
+                THRESHOLD if taken else 0
+            ):  # the best one is taken in any case: tp was asked for
                 break
             heapq.heappop(heap)
             start = max((done.get(n, 1) for n in best.work), default=1)
@@ -107,7 +112,9 @@ class TensorParallel(Pass):
                 message(
                     "tensor_parallel",
                     "every axis of the model",
-                    ", ".join(f"{c.axis!r} {c.blocked}" for c in candidates(program).values())[:800],
+                    ", ".join(f"{c.axis!r} {c.blocked}" for c in candidates(program).values())[
+                        :800
+                    ],
                     f"none can be cut over {self.axis}={ranks} with a gain",
                     "use a tp size that divides heads or hidden sizes, or drop tp from the mesh",
                 )
@@ -147,7 +154,9 @@ class TensorParallel(Pass):
             "\n    ".join(["", *(f"{p} ({n} times)" for p, n in problems.items())]),
             f"{self.axis}={ranks} does not divide these sizes",
             f"use a {self.axis} that divides them"
-            + ("" if self.strict else ", or accept the extra work; strict=True makes this an error"),
+            + (
+                "" if self.strict else ", or accept the extra work; strict=True makes this an error"
+            ),
         )
         if self.strict:
             raise ShardingError(text)
@@ -168,8 +177,8 @@ def _where(names: list[str]) -> str:
 
 
 def _share(candidate: Candidate, ranks: int, start: int) -> int:
-    """How many ways an axis is cut: as far as the common divisor goes; all the way if pieces of unequal
-    size do."""
+    """How many ways an axis is cut: as far as the common divisor goes; all the way if pieces of
+    unequal size do."""
     size = candidate.axis.size
     if not isinstance(size, int):
         return 1
@@ -206,7 +215,13 @@ def candidates(program: Program) -> dict[int, Candidate]:
     return found
 
 
-def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Candidate], derived: set[fx.Node]) -> None:
+def _count(
+    program: Program,
+    node: fx.Node,
+    typing: Typing,
+    found: dict[int, Candidate],
+    derived: set[fx.Node],
+) -> None:
     values = operands(node)
     read = [program.dims[n] for n in values]
     summed = {id(a) for d in typing.summed for a in atoms(d)}
@@ -243,7 +258,9 @@ def _count(program: Program, node: fx.Node, typing: Typing, found: dict[int, Can
 
 
 #: Ops that read an axis by row, however long each rank's piece is.
-ROWWISE = frozenset("linear embedding cross_entropy_loss mm addmm matmul t transpose permute".split())
+ROWWISE = frozenset(
+    "linear embedding cross_entropy_loss mm addmm matmul t transpose permute".split()
+)
 
 
 def _has(dims: Any, axis: Axis) -> bool:

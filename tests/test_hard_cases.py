@@ -7,7 +7,7 @@ import transformers
 from compare import difference
 from zoo import batch, tiny, tiny_config
 
-from autoshard import MeshSpec, autoshard, collectives, verify
+from autoshard import MeshSpec, ShardingError, autoshard, collectives, verify
 
 
 def proved(model, mesh, inputs, **options):

@@ -34,4 +34,4 @@ def test_a_chain_of_ones_own_leaves_sequence_parallelism_out():
     own = autoshard(hw.GPT(), {"tp": 2}, example_inputs=hw.tokens(), passes=parse(text))
     usual = autoshard(hw.GPT(), {"tp": 2}, example_inputs=hw.tokens(), sequence_parallel=False)
     assert own.code == usual.code
-    assert [row.split()[0] for row in own.table("passes").splitlines()[2:]] == text.split("; ")
+    assert [row.split()[0] for row in own.table("passes").splitlines()[2:-1]] == text.split("; ")

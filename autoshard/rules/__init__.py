@@ -1,5 +1,5 @@
-"""Op rules: for each family of ops, which dimensions are the same axis, what is summed, what must be
-whole. A rule never decides where to cut; `passes/partition.py` does, from what rules state."""
+"""Op rules: for each family of ops, which dimensions are the same axis, what is summed, what must
+be whole. A rule never decides where to cut; `passes/partition.py` does, from what rules state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ RULES = _table()
 
 def op_name(target: Any) -> str:
     """The name rules know an op by: ``linear`` for ``aten.linear.default``."""
-    packet = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
-    return packet
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
 def rule_for(target: Any) -> Rule | None:

@@ -11,7 +11,7 @@ from autoshard.rules.core import Typer, Typing, argument, broadcast, size_of, un
 
 
 def attention(t: Typer, node: fx.Node) -> Typing:
-    """q[batch, heads, i, d], k[batch, heads, j, d], v[batch, heads, j, e], mask -> [batch, heads, i, e]"""
+    """q[b, heads, i, d], k[b, heads, j, d], v[b, heads, j, e], mask -> [b, heads, i, e]"""
     q, k, v = (t.dims(n) for n in node.args[:3])
     mask = argument(node, 3, "attn_mask")
     grouped = bool(argument(node, 6, "enable_gqa", False))

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, broadcast, fresh, size_of, unify
+from autoshard.rules.core import (
+    Dim,
+    Dims,
+    Typer,
+    Typing,
+    argument,
+    broadcast,
+    fresh,
+    size_of,
+    unify,
+)
 
 aten = torch.ops.aten
 
@@ -80,7 +90,7 @@ def grouped_mm(t: Typer, node: fx.Node) -> Typing:
     x, weight = t.dims(node.args[0]), t.dims(node.args[1])
     offsets = argument(node, 2, "offs")
     unify(x[-1], weight[-2])
-    whole, own = [x[0], weight[0]], ()
+    whole, own = [x[0], weight[0]], tuple[fx.Node, ...]()
     if isinstance(offsets, fx.Node):
         whole.append(t.dims(offsets)[0])
         own = (offsets,)
@@ -107,7 +117,9 @@ def convolution(t: Typer, node: fx.Node) -> Typing:
         return Typing(out, summed=[x[1]], whole=whole, localize=_convolution, flops=flops)
     if isinstance(size_of(x[1]), int) and groups == size_of(x[1]) == size_of(weight[0]):
         unify(x[1], weight[0])
-        return Typing((x[0], weight[0], *space), whole=whole, localize=_depthwise(weight[0], by_position))
+        return Typing(
+            (x[0], weight[0], *space), whole=whole, localize=_depthwise(weight[0], by_position)
+        )
     return Typing((x[0], weight[0], *space), whole=[*whole, x[1], weight[0], weight[1]])
 
 

@@ -22,12 +22,12 @@ class Typing:
     whole: dimensions that must not be cut in this op.
     summed: dimensions contracted away: cut, they leave a partial sum.
     fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
-    linear: ``"all"``: a partial sum passes when every operand is one; ``"one"``: when one operand is.
-    localize: writes the local form of the op; see `passes.partition.Local`. None: the op as it is.
+    linear: ``"all"``: a partial sum passes when every operand is one; ``"one"``: when one is.
+    localize: writes the local form of the op; see `passes.partition.Local`. None: the op itself.
     shapes: argument positions that hold result shapes.
     random: draws random numbers.
-    per_row: an order or choice among tokens that each rank may make among its own rows: samples need
-        not be whole even where ``whole`` names them.
+    per_row: an order or choice among tokens that each rank may make among its own rows: samples
+        need not be whole even where ``whole`` names them.
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
         over the data axes.
     """

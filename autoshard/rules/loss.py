@@ -15,8 +15,8 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def cross_entropy(t: Typer, node: fx.Node) -> Typing:
-    """logits[n, classes, ...], target[n, ...]. The mean is over the real tokens of the global batch;
-    cut classes are never gathered."""
+    """logits[n, classes, ...], target[n, ...]. The mean is over the real tokens of the global
+    batch; cut classes are never gathered."""
     logits, target = t.dims(node.args[0]), t.dims(node.args[1])
     at = 1 if len(logits) > 1 else 0
     classes = logits[at]
@@ -28,7 +28,11 @@ def cross_entropy(t: Typer, node: fx.Node) -> Typing:
     if len(target) == len(logits):  # class probabilities
         unify(target[at], classes)
         whole.append(classes)
-    for a, b in zip(tokens, [d for i, d in enumerate(target) if len(target) < len(logits) or i != at], strict=True):
+    for a, b in zip(
+        tokens,
+        [d for i, d in enumerate(target) if len(target) < len(logits) or i != at],
+        strict=True,
+    ):
         unify(a, b)
     if is_tensor(weight):
         unify(t.dims(weight)[0], classes)
@@ -38,7 +42,9 @@ def cross_entropy(t: Typer, node: fx.Node) -> Typing:
         axis.role = axis.role or "vocab"
     if reduction == NONE:
         return Typing(tuple(tokens), whole=whole)
-    return Typing((), summed=[*tokens, classes], whole=whole, localize=_cross_entropy(tokens, classes))
+    return Typing(
+        (), summed=[*tokens, classes], whole=whole, localize=_cross_entropy(tokens, classes)
+    )
 
 
 def _cross_entropy(tokens: list[Dim], classes: Dim) -> Any:
@@ -62,7 +68,9 @@ def _cross_entropy(tokens: list[Dim], classes: Dim) -> Any:
             )
         if argument(node, 3, "reduction", MEAN) == SUM:
             return total
-        return local.emit(aten.div.Tensor, total, _count(local, node, target, weight, ignore, tokens_cut))
+        return local.emit(
+            aten.div.Tensor, total, _count(local, node, target, weight, ignore, tokens_cut)
+        )
 
     return localize
 
@@ -75,7 +83,9 @@ def _count(local: Any, node: fx.Node, target: Any, weight: Any, ignore: int, cut
         return local.convert_raw("all_reduce", count, cut, grad=False) if cut else count
     real = local.emit(aten.ne.Scalar, target, ignore)
     if weight is not None:
-        safe = local.emit(aten.masked_fill.Scalar, target, local.emit(aten.logical_not.default, real), 0)
+        safe = local.emit(
+            aten.masked_fill.Scalar, target, local.emit(aten.logical_not.default, real), 0
+        )
         real = local.emit(aten.mul.Tensor, local.emit(aten.index.Tensor, weight, [safe]), real)
     count = local.emit(aten.sum.default, real)
     count = local.emit(aten.to.dtype, count, dtype)
@@ -92,9 +102,13 @@ def _vocab_parallel(local: Any, tokens: list[Dim], classes: Dim, cut: Any, ignor
     mass = local.emit(aten.sum.dim_IntList, local.emit(aten.exp.default, shifted), [-1])
     mass = local.convert_raw("all_reduce", mass, cut, per_token)
     inside, position = local.own_range(target, classes, cut)
-    picked = local.emit(aten.gather.default, shifted, -1, local.emit(aten.unsqueeze.default, position, -1))
+    picked = local.emit(
+        aten.gather.default, shifted, -1, local.emit(aten.unsqueeze.default, position, -1)
+    )
     picked = local.emit(aten.squeeze.dim, picked, -1)
-    picked = local.emit(aten.masked_fill.Scalar, picked, local.emit(aten.logical_not.default, inside), 0)
+    picked = local.emit(
+        aten.masked_fill.Scalar, picked, local.emit(aten.logical_not.default, inside), 0
+    )
     picked = local.convert_raw("all_reduce", picked, cut, per_token)
     each = local.emit(aten.sub.Tensor, local.emit(aten.log.default, mass), picked)
     ignored = local.emit(aten.eq.Scalar, target, ignore)
@@ -115,7 +129,9 @@ def pointwise_loss(t: Typer, node: fx.Node) -> Typing:
         cut = local.cutting(list(dims))
         if not cut:
             return local.default()
-        position = next(i for i, a in enumerate(node.target._schema.arguments) if a.name == "reduction")
+        position = next(
+            i for i, a in enumerate(node.target._schema.arguments) if a.name == "reduction"
+        )
         if argument(node, position, "reduction", MEAN) == SUM:
             return local.default()
         args = [local.mapped(a) for a in node.args]

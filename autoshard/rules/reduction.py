@@ -96,7 +96,8 @@ def topk(t: Typer, node: fx.Node) -> Typing:
 
 
 def normalize(t: Typer, node: fx.Node) -> Typing:
-    """layer_norm, rms_norm over the last dimensions; where these are cut, over the ranks' moments."""
+    """layer_norm, rms_norm over the last dimensions; where these are cut, over the ranks'
+    moments."""
     dims = t.dims(node.args[0])
     count = len(node.args[1])
     last = list(dims[len(dims) - count :])
@@ -175,16 +176,15 @@ def batch_norm(t: Typer, node: fx.Node) -> Typing:
     out: Any = dims
     if isinstance(node.meta["val"], (list, tuple)):
         out = [dims, *(channel if v.numel() else ((),) for v in results[1:])]
-    training = "no_training" not in str(node.target) and bool(
-        argument(node, 5, "training", True)
-    )
+    training = "no_training" not in str(node.target) and bool(argument(node, 5, "training", True))
     if not training:
         return Typing(out)
     return Typing(out, localize=_batch_norm(reduced, channel), whole=list(dims[2:]))
 
 
 def _batch_norm(reduced: list[Dim], channel: Dims) -> Any:
-    """Training statistics of a cut batch: local moments, summed over the ranks (Chan et al. 1979)."""
+    """Training statistics of a cut batch: local moments, summed over the ranks (Chan et al.
+    1979)."""
 
     def localize(local: Any) -> Any:
         cut = local.cutting(reduced)
@@ -217,12 +217,19 @@ def _batch_norm(reduced: list[Dim], channel: Dims) -> Any:
             out = local.emit(aten.add.Tensor, out, wide(bias))
         if local.results == 1:
             return out
-        return [out, mean, inverse, *_running(local, mean, var, count, running_mean, running_var, momentum)]
+        return [
+            out,
+            mean,
+            inverse,
+            *_running(local, mean, var, count, running_mean, running_var, momentum),
+        ]
 
     return localize
 
 
-def _running(local: Any, mean: Any, var: Any, count: Any, old_mean: Any, old_var: Any, m: float) -> Any:
+def _running(
+    local: Any, mean: Any, var: Any, count: Any, old_mean: Any, old_var: Any, m: float
+) -> Any:
     """Running statistics; the variance is the unbiased one, as in torch."""
     if old_mean is None:
         return []

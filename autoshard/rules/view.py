@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.axes import Axis, concat_dims, leaves, same_size, slice_dim
+from autoshard.axes import concat_dims, leaves, same_size, slice_dim
 from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, fresh, size_of, unify
 
 
@@ -41,7 +41,8 @@ def _product(dims: list[Dim]) -> Any:
 
 
 def _less(a: Any, b: Any) -> bool:
-    """Whether a is the smaller product; a symbolic one counts as smaller when it divides the other."""
+    """Whether a is the smaller product; a symbolic one counts as smaller when it divides the
+    other."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
     from autoshard.axes import quotient
@@ -52,7 +53,9 @@ def _less(a: Any, b: Any) -> bool:
 def view(t: Typer, node: fx.Node) -> Typing:
     out = regroup(t, t.dims(node.args[0]), t.shape(node.meta["val"]))
     shapes = 1 if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else None
-    return Typing(out, linear="one", shapes=shapes, localize=_as_reshape if shapes is None else None)
+    return Typing(
+        out, linear="one", shapes=shapes, localize=_as_reshape if shapes is None else None
+    )
 
 
 def _as_reshape(local: Any) -> Any:
@@ -118,13 +121,22 @@ def slice_(t: Typer, node: fx.Node) -> Typing:
     start, stop = argument(node, 2, "start"), argument(node, 3, "end")
     step = argument(node, 4, "step", 1)
     whole = dims[at]
-    if step == 1 and isinstance(size, int) and all(isinstance(v, (int, type(None))) for v in (start, stop)):
+    if (
+        step == 1
+        and isinstance(size, int)
+        and all(isinstance(v, (int, type(None))) for v in (start, stop))
+    ):
         first, last, _ = slice(start, stop).indices(size)
         found = slice_dim(whole, first, last)
         if found is not None:
             dims[at] = found
             return Typing(tuple(dims), linear="one", localize=_slice_piece(whole, first, at))
-    elif isinstance(size, int) and isinstance(step, int) and size % step == 0 and stop_is_end(stop, size):
+    elif (
+        isinstance(size, int)
+        and isinstance(step, int)
+        and size % step == 0
+        and stop_is_end(stop, size)
+    ):
         pair = (*fresh(size // step), *fresh(step))
         unify(whole, pair)
         axes = leaves(whole)
