@@ -168,6 +168,7 @@ def capture(
     exported, dynamic = _export(wrapper, tensors, tables)
     assert wrapper.returned.output is not None  # export ran forward
     program = _program(exported, model, tensors, tables, mesh, dynamic, raise_precision)
+    program.constants = constants
     return program, wrapper.returned.output
 
 
@@ -371,7 +372,6 @@ def _program(
         fx.GraphModule(module, module.graph),
         values,
         inputs,
-        None,
         spec,
         names,
         _loss_index(output, len(user_outputs), names),

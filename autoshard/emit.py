@@ -20,7 +20,7 @@ from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
-from autoshard.runtime import gather, rng
+from autoshard.runtime import checks, gather, rng
 from autoshard.runtime.buckets import Reducer
 
 LINKED = {*collectives.CONVERSIONS, collectives.all_reduce_max, *collectives.LOCAL, rng.draw}
@@ -141,6 +141,7 @@ class ShardedModule(nn.Module):
         self.program, self.rank_index, self.live = program, rank, live
         self.training = program.training
         self._source, self._signature = source, source.signature
+        self._defaults = {n: p.default for n, p in source.signature.parameters.items()}
         self._device = _device_of(program) if live else None
         self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
@@ -252,19 +253,9 @@ class ShardedModule(nn.Module):
         given = dict(kwargs)
         if args:
             given = {**self._signature.bind_partial(*args).arguments, **given}
-        wanted = list(self.running.inputs.values())
-        missing = [n for n in wanted if not isinstance(given.get(n), torch.Tensor)]
-        extra = [n for n, v in given.items() if n not in wanted and isinstance(v, torch.Tensor)]
-        if missing or extra:
-            raise CaptureError(
-                message(
-                    "ShardedModule",
-                    f"inputs missing: {missing}, unknown: {extra}",
-                    f"got {list(given)}",
-                    f"the graph was captured with {wanted}",
-                    "pass these inputs, or give autoshard example_inputs with the ones you use",
-                )
-            )
+        if not torch.compiler.is_compiling():
+            checks.call(self.running, self._defaults, given)
+        wanted = self.running.inputs.values()
         updated = self.running.buffer_updates
         # backward reads a buffer as it was: one that this call writes is handed over as a copy
         held = [
@@ -284,7 +275,7 @@ class ShardedModule(nn.Module):
             raise self._alone()
         if self.live and not self._checked and not torch.compiler.is_compiling():
             self._checked = True
-            self._compare_batches(arguments[len(self.running.values) :])
+            checks.first_batch(self, arguments[len(self.running.values) :])
         return arguments
 
     def _alone(self) -> MeshError:
@@ -331,41 +322,6 @@ class ShardedModule(nn.Module):
         with torch.no_grad():
             for key, position in updates.items():
                 _held(self._running.places[key]).copy_(results[position])
-
-    def _compare_batches(self, inputs: list[torch.Tensor]) -> None:
-        """Ranks of one data coordinate must hold the same batch: compared once, before step 1."""
-        import torch.distributed as dist
-
-        from autoshard.mesh import DATA_AXES
-
-        mesh = self.program.mesh
-        if dist.get_world_size() == 1:
-            return
-        sums = []
-        for x in inputs:
-            weights = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
-            sums += [float(x.numel()), float((x.detach().flatten().double() * weights).sum())]
-        device = inputs[0].device
-        mine = torch.tensor(sums, device=device, dtype=torch.float64)
-        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        position = {r: mesh.mesh.coordinate(r) for r in range(mesh.mesh.world_size)}
-        others = [a for a in mesh.mesh.names if a not in DATA_AXES]
-        first: dict[Any, int] = {}
-        for r, sums_of_r in enumerate(everyone):
-            key = tuple(position[r].get(a, 0) for a in DATA_AXES)
-            same = first.setdefault(key, r)
-            if not torch.equal(everyone[same], sums_of_r):
-                raise MeshError(
-                    message(
-                        "the first batch",
-                        f"inputs {list(self.running.inputs.values())}",
-                        f"differ between ranks {same} and {r}",
-                        f"both are data rank {dict(zip(DATA_AXES, key, strict=True))}, "
-                        f"and ranks that differ along {', '.join(others)} must see the same rows",
-                        "seed the data loader by the data coordinate, not by the global rank",
-                    )
-                )
 
     def rank(self, r: int) -> ShardedModule:
         """Rank ``r``'s module, for inspection; without a process group."""

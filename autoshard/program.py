@@ -75,7 +75,6 @@ class Program:
     graph_module: fx.GraphModule
     values: dict[str, Parameter]
     inputs: dict[str, str]  # placeholder -> the user's name of it
-    input_spec: Any
     output_spec: pytree.TreeSpec
     output_names: list[str]
     loss: int | None  # which output is the loss
@@ -88,6 +87,7 @@ class Program:
     assignments: list[Assignment] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
+    constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -8,6 +8,7 @@ import handwritten as hw
 import pytest
 import torch
 import torch.distributed as dist
+from zoo import batch, tiny
 
 from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, CaptureError, MeshError, ShardingError
@@ -165,3 +166,20 @@ def test_nothing_left_to_cut():
     with pytest.raises(ShardingError) as error:
         autoshard(hw.Odd(), {"tp": 2}, example_inputs=hw.vectors(4, 5), strict=True)
     says(error, "tp", "2", "7", "fix:")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_cache": True}, ("use_cache=True",)),
+        ({"scale": 3.0}, ("scale=3.0",)),
+        ({"labels": torch.zeros(2, 32, dtype=torch.long)}, ("labels has 2", "input_ids has 4")),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, ("input_ids has 1 dimensions",)),
+        ({"input_ids": None}, ("input_ids is missing",)),
+    ],
+)
+def test_a_call_that_is_not_what_was_captured(change, words):
+    sharded = autoshard(tiny("llama"), {"tp": 1}, example_inputs=batch())
+    with pytest.raises(CaptureError) as error:
+        sharded(**{**batch(), **change})
+    says(error, *words)
