@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +154,18 @@ def _numbers(row: Row) -> tuple[float, float]:
     return row.difference, row.magnitude
 
 
+@contextlib.contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Tensors that the model makes without naming a type are float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_float64_by_default()
 def verify(
     model: nn.Module,
     mesh: Any,

@@ -321,3 +321,27 @@ def test_a_padding_mask_as_an_input(kind):
     for row in range(4):
         given["attention_mask"][row, 32 - 3 * row :] = 0
     proved(tiny(kind), {"dp": 2, "tp": 2}, given)
+
+
+class TimeShift(torch.nn.Module):
+    """Every token also reads the one before it: a pad of one in front and of minus one behind."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.embed = torch.nn.Embedding(hw.VOCAB, width)
+        self.up, self.down = torch.nn.Linear(width, 64), torch.nn.Linear(64, hw.VOCAB)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        x = x + torch.nn.functional.pad(x, (0, 0, 1, -1))
+        logits = self.down(torch.relu(self.up(x)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_shift_along_the_sequence_reads_it_whole(sequence_parallel):
+    given = hw.tokens()
+    given = (
+        {"ids": given["input_ids"], "labels": given["labels"]} if "input_ids" in given else given
+    )
+    proved(TimeShift(), {"tp": 2}, given, sequence_parallel=sequence_parallel)

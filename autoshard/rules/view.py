@@ -269,14 +269,17 @@ def _repeat_interleave(extra: Dim) -> Any:
 
 
 def pad(t: Typer, node: fx.Node) -> Typing:
-    dims, shape = list(t.dims(node.args[0])), t.shape(node.meta["val"])
-    old, whole = t.shape(node.args[0].meta["val"]), []
-    for i, (a, b) in enumerate(zip(old, shape, strict=True)):
-        if not same_size(a, b):
-            whole.append(dims[i])
-            dims[i] = fresh(b)
-    value = argument(node, 3, "value")
-    return Typing(tuple(dims), whole=whole, linear="" if value else "one")
+    """pad(x, [before, after] of the last dimension, the one before ...): padded dimensions must be
+    whole, also those that keep their size (one in front, one less behind: a shift)."""
+    dims, shape, whole = list(t.dims(node.args[0])), t.shape(node.meta["val"]), []
+    amounts = node.args[1]
+    for i in range(len(amounts) // 2):
+        if any(isinstance(n, fx.Node) or n for n in amounts[2 * i : 2 * i + 2]):
+            whole.append(dims[-1 - i])
+            dims[-1 - i] = fresh(shape[-1 - i])
+    constant = "constant" in str(node.target) or argument(node, 2, "mode", "constant") == "constant"
+    value = argument(node, 2 if "constant" in str(node.target) else 3, "value")
+    return Typing(tuple(dims), whole=whole, linear="one" if constant and not value else "")
 
 
 def along(t: Typer, node: fx.Node) -> Typing:
