@@ -155,6 +155,7 @@ class ShardedModule(nn.Module):
     def _mode(self, program: Program, places: dict[str, tuple[nn.Module, str]]) -> Mode:
         groups = {}
         if self.live:
+            checks.same_program(program, self._device)
             groups = make_groups(program, self.rank_index, self._groups_by_ranks)
             self._groups = groups if program is self.program else self._groups
         names = {axes: group.group_name for axes, group in groups.items()}

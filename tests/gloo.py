@@ -315,3 +315,37 @@ def differing_batch(mesh, name: str, rank: int) -> dict[str, Any]:
     after = dict(sharded.named_parameters())
     moved = [n for n, p in after.items() if p.grad is not None or not torch.equal(p, before[n])]
     return out | {"moved": moved}
+
+
+def refusal(call) -> str:
+    """The text of the named error that a call raises; '' for none."""
+    from autoshard.errors import AutoshardError
+
+    try:
+        call()
+    except AutoshardError as error:
+        return str(error)
+    return ""
+
+
+def differing_model(mesh, rank: int) -> str:
+    """One rank builds another model."""
+    from autoshard import autoshard
+
+    model = hw.GPT(ffn=96 if dist.get_rank() == rank else 64)
+    return refusal(lambda: autoshard(model, mesh, example_inputs=hw.tokens()))
+
+
+def differing_seed(mesh) -> tuple[str, str]:
+    """A model with dropout on ranks that were seeded alike, and differently."""
+    from autoshard import autoshard
+
+    out = []
+    for seed in (0, dist.get_rank()):
+        torch.manual_seed(7)
+        model, inputs = tiny("gpt2", resid_pdrop=0.1), batch()
+        sharded = autoshard(model, mesh, example_inputs=inputs)
+        torch.manual_seed(seed)
+        rows = local_rows(mesh, inputs)
+        out.append(refusal(lambda module=sharded, given=rows: module.train_step(**given)))
+    return out[0], out[1]

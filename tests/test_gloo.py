@@ -66,6 +66,8 @@ square = ranks_of(
     | {
         "uneven": (gloo.train, "gpt2", True, [3, 1]),
         "differing batch": (gloo.differing_batch, "gpt2", 1),
+        "differing model": (gloo.differing_model, 2),
+        "differing seed": (gloo.differing_seed,),
         **{text: (gloo.accumulate_mixed, "llama", text) for text in MIXED},
     },
 )
@@ -85,6 +87,17 @@ def test_a_batch_that_differs_inside_a_tensor_parallel_group_is_detected(square)
         assert got["kind"] is not None, "no error was raised"
         assert "tp" in got["error"] and "batch" in got["error"]
         assert got["moved"] == []
+
+
+def test_ranks_that_compile_different_models_are_told_so(square):
+    for error in each(square, "differing model"):
+        assert "ranks 2 have another" in error and "fix:" in error
+
+
+def test_ranks_with_different_seeds_are_told_so_where_dropout_needs_them(square):
+    for alike, apart in each(square, "differing seed"):
+        assert alike == ""
+        assert "torch.manual_seed" in apart
 
 
 @pytest.mark.parametrize("steps", MIXED)

@@ -56,29 +56,32 @@ def name_of(case) -> str:
     return f"{kind}-{mesh}-{'sp' if sequence_parallel else 'no_sp'}"
 
 
-def proved(kind: str, mesh: str, sequence_parallel: bool) -> None:
-    sizes = {name: int(size) for name, _, size in (p.partition("=") for p in mesh.split(","))}
+def proved(record, kind: str, mesh: str, sequence_parallel: bool, steps: int = 2) -> None:
+    """Agrees with one device; `tests/readme_tables.py` reads what is recorded here."""
+    for name, value in (("model", kind), ("mesh", mesh), ("sequence", sequence_parallel)):
+        record(name, value)
     report = verify(
-        tiny(kind), sizes, example_inputs=batch(), steps=2, sequence_parallel=sequence_parallel
+        tiny(kind), mesh, example_inputs=batch(), steps=steps, sequence_parallel=sequence_parallel
     )
+    record("fallbacks", len(report.sharded.program.fallbacks))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), QUICK, ids=lambda v: str(v))
 @pytest.mark.parametrize("kind", TYPES)
-def test_trains_like_one_device(kind, mesh, sequence_parallel):
-    proved(kind, mesh, sequence_parallel)
+def test_trains_like_one_device(kind, mesh, sequence_parallel, record_property):
+    proved(record_property, kind, mesh, sequence_parallel)
 
 
 @pytest.mark.parametrize("case", TODAY, ids=name_of)
-def test_todays_sample_trains_like_one_device(case):
-    proved(*case)
+def test_todays_sample_trains_like_one_device(case, record_property):
+    proved(record_property, *case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=name_of)
-def test_full_matrix_trains_like_one_device(case):
-    proved(*case)
+def test_full_matrix_trains_like_one_device(case, record_property):
+    proved(record_property, *case)
 
 
 @pytest.mark.parametrize("kind", DENSE_DECODERS)
@@ -87,21 +90,21 @@ def test_no_fallback_in_a_dense_decoder(kind):
     assert [line for line in table.splitlines() if "fallback" in line] == []
 
 
-def works_or_says_why(kind: str) -> None:
+def works_or_says_why(record, kind: str) -> None:
     try:
-        report = verify(tiny(kind), {"tp": 2}, example_inputs=batch(), steps=1)
+        proved(record, kind, "dp=2,tp=2", True, steps=1)
     except (CaptureError, ShardingError) as error:
-        assert "why:" in str(error) and "fix:" in str(error)  # the message's own parts
-    else:
-        assert report.ok, str(report)
+        text = str(error)
+        record("refused", text)
+        assert "why:" in text and "fix:" in text  # the message's own parts
 
 
 @pytest.mark.parametrize("kind", OTHERS_TODAY)
-def test_todays_other_models_work_or_say_why(kind):
-    works_or_says_why(kind)
+def test_todays_other_models_work_or_say_why(kind, record_property):
+    works_or_says_why(record_property, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_models_work_or_say_why(kind):
-    works_or_says_why(kind)
+def test_other_models_work_or_say_why(kind, record_property):
+    works_or_says_why(record_property, kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch import fx
 
 from autoshard.axes import Axis, leaves
 from autoshard.errors import CaptureError, MeshError, message
+from autoshard.layout import describe_layout
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
+from autoshard.rules import op_name
 from autoshard.runtime import rng
 
 
@@ -75,6 +79,35 @@ def _ranks(program: Program, node: fx.Node, at: int) -> int:
     layout, axes = program.layouts.get(node, {}), leaves(program.dims[node][at])
     over = [m for m, s in layout.items() if isinstance(s, Axis) and any(s is a for a in axes)]
     return program.mesh.size(tuple(over))
+
+
+def same_program(program: Program, device: torch.device | None) -> None:
+    """All ranks must have compiled the same graph: compared before the first process group is made.
+    Raises MeshError on every rank."""
+    import torch.distributed as dist
+
+    if program.mesh.mesh.world_size == 1:
+        return
+    held = [
+        (p.names, tuple(p.value.shape), describe_layout(p.layout)) for p in program.values.values()
+    ]
+    ops = [(n.name, op_name(n.target), n.args) for n in program.graph.nodes]
+    text = str((program.mesh, program.training, held, [str(op) for op in ops]))
+    text = re.sub(r", index=\d+", "", text)  # every rank has a device of its own
+    mine = torch.tensor([zlib.crc32(text.encode())], device=device)
+    everyone = [torch.zeros_like(mine) for _ in range(program.mesh.mesh.world_size)]
+    dist.all_gather(everyone, mine)
+    others = [r for r, other in enumerate(everyone) if int(other) != int(everyone[0])]
+    if others:
+        raise MeshError(
+            message(
+                "autoshard",
+                "the compiled graph",
+                f"ranks {', '.join(map(str, others[:8]))} have another one than rank 0",
+                "every rank must issue the same collectives in the same order, from one model",
+                "give every rank the same model, example input shapes, options and versions",
+            )
+        )
 
 
 def first_batch(module: Any, inputs: list[torch.Tensor]) -> None:
