@@ -25,7 +25,8 @@ from autoshard.inputs import UNDECIDABLE, find_inputs, quietly
 from autoshard.mesh import DATA_AXES, MeshSpec, SubMesh
 from autoshard.meta import has_meta, home, recover_tables, standing_in
 from autoshard.outputs import Output, tensors_of
-from autoshard.program import Parameter, Program
+from autoshard.program import Parameter, Program, tensor_results
+from autoshard.rules import rule_for
 
 aten = torch.ops.aten
 
@@ -225,7 +226,25 @@ def _export_once(
             dynamic_shapes=None if shapes is None else (shapes,),
         )
         _inline_no_grad(exported.graph_module)
-        return exported.run_decompositions({}) if _mutates(exported.graph) else exported
+        taken_apart = _without_rule(exported.graph)
+        if taken_apart or _mutates(exported.graph):
+            return exported.run_decompositions(taken_apart)
+        return exported
+
+
+def _without_rule(graph: fx.Graph) -> dict[Any, Any]:
+    """How torch takes apart the ops that have no rule here, where it can."""
+    missing = {
+        n.target
+        for n in graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload)
+        and tensor_results(n)
+        and rule_for(n.target) is None
+    }
+    if not missing:
+        return {}
+    known = torch.export.default_decompositions()
+    return {target: known[target] for target in missing if target in known}
 
 
 def _failed(model: nn.Module, error: Exception) -> CaptureError:

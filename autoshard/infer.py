@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autoshard.axes import Axis, atoms, axis_dim, leaves, same_size, size_of, unify
+from autoshard.axes import Axis, atoms, leaves, same_size, size_of, unify
 from autoshard.errors import ShardingError, message
 from autoshard.program import Program, module_path, tensor_results
 from autoshard.rules import Typer, Typing, op_name, rule_for
@@ -169,7 +169,3 @@ def sequence_axes(program: Program) -> list[Axis]:
                 if axis.role == "sequence":
                     found[id(axis)] = axis
     return list(found.values())
-
-
-def fresh_dim(size: Any) -> Any:
-    return axis_dim(size)

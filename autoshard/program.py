@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.axes import Axis, Dim, atoms
+from autoshard.axes import Axis, Dim
 from autoshard.layout import Layout
 from autoshard.mesh import SubMesh
 
@@ -51,7 +52,7 @@ class Assignment:
 @dataclass
 class Conversion:
     """A collective in the graph: what the tables show. ``numel`` is the local element count read
-    (closed form), ``saved`` whether a gradient flows back through it."""
+    (closed form), ``backward`` whether a gradient flows back through it."""
 
     kind: str
     node: str
@@ -126,14 +127,11 @@ def tensor_results(node: fx.Node) -> list[torch.Tensor]:
     return []
 
 
-def dim_axes(dims: tuple[Dim, ...]) -> list[Axis]:
-    """Every axis of a tensor that could be cut, in order of the tensor's dimensions."""
-    return [axis for dim in dims for axis in atoms(dim)]
-
-
 def shallow(program: Program) -> Program:
-    """A copy of the program whose containers can be changed; graph and axes are shared."""
+    """A copy of the program whose containers and parameters can be changed; graph and axes are
+    shared."""
     new = copy.copy(program)
+    new.values = {key: dataclasses.replace(p) for key, p in program.values.items()}
     for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
         setattr(new, name, list(getattr(program, name)))
     return new

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard import collectives
 from autoshard.axes import Axis, Dim, atoms, leaves, size_of
@@ -303,11 +304,8 @@ class Partitioner:
         self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool
     ) -> Any:
         states = [v.layout[m] for v in values]
-        if typing.linear and P in states and (len(values) == 1 or self._read_once(values, states)):
-            if typing.linear == "all" and all(s == P for s in states):
-                return P
-            if typing.linear == "one" and states.count(P) == 1 and self._passes(m, values, states):
-                return P
+        if P in states and self._stays_partial(m, typing, values, states):
+            return P
         ranked = self.assigned[m]
         data = m in self.batch_axes
         found = [a for i, a in space.items() if i in ranked]
@@ -324,6 +322,27 @@ class Partitioner:
             if P not in states and any(r and g for r, g in zip(replicated, grad, strict=True))
             else I
         )
+
+    def _stays_partial(
+        self, m: str, typing: Typing, values: list[Value], states: list[Any]
+    ) -> bool:
+        """Whether an op on summands gives summands: it is linear in what is a summand, which
+        stands once among its arguments, and the result is no integer."""
+        if not typing.linear or not _continuous(tensor_results(self.source)[0]):
+            return False
+        if len(values) > 1 and not self._read_once(values, states):
+            return False
+        if typing.linear == "all":
+            return all(s == P for s in states)
+        if states.count(P) != 1:
+            return False
+        partial = operands(self.source)[states.index(P)]
+        arguments = pytree.arg_tree_leaves(*self.source.args, **self.source.kwargs)
+        if sum(a is partial for a in arguments) != 1:
+            return False
+        if typing.linear == "first" and self.source.args[0] is not partial:
+            return False
+        return self._passes(m, values, states)
 
     def _read_once(self, values: list[Value], states: list[Any]) -> bool:
         """A sum that others read too is reduced now; one that nobody else reads may travel on."""
@@ -927,20 +946,35 @@ class Local:
             count = self.p._times(count, self.p.size(dim, layout))
         return self._over_ranks(count, data) if data else count
 
+    def minus(self, size: Any, less: Any) -> Any:
+        """A number of elements (see `whole_size`) less a number."""
+        if isinstance(size, fx.Node) and size.target in collectives.CONVERSIONS:
+            return self.emit(aten.sub.Tensor, size, less)
+        if isinstance(size, fx.Node):
+            return self.p.graph.call_function(operator.sub, (size, less))
+        return size - less
+
+    def divided(self, total: fx.Node, count: Any) -> fx.Node:
+        """total / count, in the op's own type; the count is not rounded to it."""
+        dtype = tensor_results(self.node)[0].dtype
+        out = self.emit(aten.div.Tensor, total, count)
+        return self.emit(aten.to.dtype, out, dtype) if dtype != self.count_dtype() else out
+
     def count_rows(self, mine: Any) -> fx.Node:
         """The number of rows of the global batch, a tensor."""
         return self._over_ranks(mine, tuple(self.p.batch_axes))
 
     def _over_ranks(self, count: Any, axes: tuple[str, ...]) -> fx.Node:
-        local = self.emit(aten.new_full.default, self._first(), [], count, dtype=self._dtype())
+        local = self.emit(aten.new_full.default, self._first(), [], count, dtype=self.count_dtype())
         local.meta["numel"] = 1
         return self.p.emit_collective(
             "all_reduce", local, axes, 0, 0, self._scalar_value(local), dict(self.modes)
         )
 
-    def _dtype(self) -> Any:
-        tensor = tensor_results(self.node)[0]
-        return tensor.dtype if tensor.is_floating_point() else torch.float32
+    def count_dtype(self) -> Any:
+        """What counts are kept in: a count does not fit into half precision."""
+        dtype = tensor_results(self.node)[0].dtype
+        return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
     def _scalar_value(self, node: fx.Node) -> Value:
         return Value(node, (), dict(self.modes), False, False, 4)
@@ -954,7 +988,7 @@ class Local:
         count: Any = 1
         for dim in dims:
             count = self.p._times(count, self.size(dim))
-        return self.emit(aten.new_full.default, self._first(), [], count, dtype=self._dtype())
+        return self.emit(aten.new_full.default, self._first(), [], count, dtype=self.count_dtype())
 
     def then_add(
         self, product: fx.Node, bias: fx.Node, shape: tuple[int, ...] | None = None
@@ -982,6 +1016,10 @@ class Local:
             m: (R if isinstance(s, Axis) and id(s) not in own else s) for m, s in modes.items()
         }
         return p._value(out, self.outs[0], layout, grad, True, tensor.element_size())
+
+
+def _continuous(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _same(a: Any, b: Any) -> bool:

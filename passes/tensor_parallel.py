@@ -182,7 +182,7 @@ def _share(candidate: Candidate, ranks: int, start: int) -> int:
     size = candidate.axis.size
     if not isinstance(size, int):
         return 1
-    if candidate.ragged and start == 1 and size >= ranks * 2:
+    if candidate.ragged and start == 1 and (ranks - 1) * -(-size // ranks) < size:
         return ranks
     return math.gcd(size, ranks)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.axes import leaves
-from autoshard.rules.core import Typer, Typing, argument, broadcast, size_of, unify
+from autoshard.rules.core import Typer, Typing, argument, broadcast, fresh, size_of, unify
 
 
 def attention(t: Typer, node: fx.Node) -> Typing:
@@ -23,8 +23,6 @@ def attention(t: Typer, node: fx.Node) -> Typing:
         unify(q[-4] if len(q) > 3 else (), k[-4] if len(k) > 3 else ())
         unify(q[-4] if len(q) > 3 else (), v[-4] if len(v) > 3 else ())
         ratio = size_of(q[-3]) // size_of(k[-3])
-        from autoshard.rules.core import fresh
-
         unify(q[-3], (*k[-3], *fresh(ratio)))
     out = (*lead, q[-2], v[-1])
     whole = [k[-2], q[-1], v[-1]]  # fused kernels want whole heads

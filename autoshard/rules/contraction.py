@@ -105,6 +105,8 @@ def convolution(t: Typer, node: fx.Node) -> Typing:
     bias = argument(node, 2, "bias")
     by_position = 8 if "convolution" in str(node.target) else 6
     groups = argument(node, by_position, "groups", 1)
+    if len(x) < len(weight):  # no batch dimension
+        return Typing(t.new(node.meta["val"]), whole=[*x, *weight])
     shape = t.shape(node.meta["val"])
     space: Dims = tuple(fresh(s) for s in shape[2:])
     if bias is not None:

@@ -22,7 +22,8 @@ class Typing:
     whole: dimensions that must not be cut in this op.
     summed: dimensions contracted away: cut, they leave a partial sum.
     fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
-    linear: ``"all"``: a partial sum passes when every operand is one; ``"one"``: when one is.
+    linear: a partial sum passes: ``"all"``: when every operand is one; ``"one"``: when one operand
+        is; ``"first"``: when the first is. `passes.partition` sees that it occurs once.
     localize: writes the local form of the op; see `passes.partition.Local`. None: the op itself.
     shapes: argument positions that hold result shapes.
     random: draws random numbers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.rules.core import Typer, Typing, argument, broadcast, operands
+from autoshard.rules.core import Typer, Typing, argument, broadcast, is_tensor, operands
 
 
 def elementwise(t: Typer, node: fx.Node) -> Typing:
@@ -14,15 +14,22 @@ def elementwise(t: Typer, node: fx.Node) -> Typing:
 def additive(t: Typer, node: fx.Node) -> Typing:
     """add, sub: a partial sum passes when every operand is one; not next to a number."""
     typing = elementwise(t, node)
-    if all(isinstance(a, fx.Node) for a in node.args[:2]):
+    if all(is_tensor(a) for a in node.args[:2]):
         typing.linear = "all"
     return typing
 
 
 def scaling(t: Typer, node: fx.Node) -> Typing:
-    """mul, and div in its first operand: linear in one operand."""
+    """mul: linear in either operand."""
     typing = elementwise(t, node)
     typing.linear = "one"
+    return typing
+
+
+def division(t: Typer, node: fx.Node) -> Typing:
+    """div: linear in its first operand, unless it rounds."""
+    typing = elementwise(t, node)
+    typing.linear = "" if node.kwargs.get("rounding_mode") else "first"
     return typing
 
 
@@ -34,7 +41,7 @@ def linear_map(t: Typer, node: fx.Node) -> Typing:
 
 def cast(t: Typer, node: fx.Node) -> Typing:
     """to, type_as: the target tensor is read for its dtype only."""
-    return Typing(t.dims(node.args[0]), linear="one")
+    return Typing(t.dims(node.args[0]), linear="first")
 
 
 def dropout(t: Typer, node: fx.Node) -> Typing:
@@ -64,7 +71,8 @@ RULES = [
         elementwise,
     ),
     ("add sub", additive),
-    ("mul div", scaling),
+    ("mul", scaling),
+    ("div", division),
     ("neg clone contiguous detach detach_ alias lift_fresh_copy lift_fresh positive", linear_map),
     ("to _to_copy type_as", cast),
     ("dropout", dropout),

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autoshard.axes import leaves, same_size
-from autoshard.rules.core import Dim, Typer, Typing, argument, broadcast, size_of, unify
+from autoshard.rules.core import Dim, Typer, Typing, broadcast, size_of, unify
 
 aten = torch.ops.aten
 
@@ -48,14 +48,14 @@ def index(t: Typer, node: fx.Node) -> Typing:
     together = used == list(range(used[0], used[-1] + 1))
     at = used[0] if together else 0
     out = (*rest[:at], *chosen, *rest[at:])
-    return Typing(out, whole=[dims[i] for i in used], linear="one", per_row=True)
+    return Typing(out, whole=[dims[i] for i in used], linear="first", per_row=True)
 
 
 def index_select(t: Typer, node: fx.Node) -> Typing:
     dims, at = list(t.dims(node.args[0])), node.args[1]
     whole = dims[at]
     dims[at] = t.dims(node.args[2])[0] if t.dims(node.args[2]) else ()
-    return Typing(tuple(dims), whole=[whole], linear="one")
+    return Typing(tuple(dims), whole=[whole], linear="first")
 
 
 def index_put(t: Typer, node: fx.Node) -> Typing:
@@ -81,7 +81,7 @@ def gather(t: Typer, node: fx.Node) -> Typing:
     x, at, chosen = t.dims(node.args[0]), node.args[1], t.dims(node.args[2])
     whole = [x[at]] if x else []
     whole += _along(x, chosen, at)
-    return Typing(chosen, whole=whole, linear="one")
+    return Typing(chosen, whole=whole, linear="first")
 
 
 def _along(x: Any, other: Any, at: int) -> list[Dim]:
@@ -154,5 +154,3 @@ RULES = [
     ("masked_scatter", masked_scatter),
     ("bucketize searchsorted", searchsorted),
 ]
-
-__all__ = ["RULES", "argument"]

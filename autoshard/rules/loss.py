@@ -8,15 +8,15 @@ import torch
 from torch import fx
 
 from autoshard.axes import leaves
-from autoshard.rules.core import Dim, Typer, Typing, argument, is_tensor, operands, unify
+from autoshard.rules.core import Dim, Typer, Typing, argument, broadcast, is_tensor, operands, unify
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 
 def cross_entropy(t: Typer, node: fx.Node) -> Typing:
-    """logits[n, classes, ...], target[n, ...]. The mean is over the real tokens of the global
-    batch; cut classes are never gathered."""
+    """cross entropy and nll: logits[n, classes, ...], target[n, ...]. The mean is over the real
+    tokens of the global batch; cut logits are never gathered."""
     logits, target = t.dims(node.args[0]), t.dims(node.args[1])
     at = 1 if len(logits) > 1 else 0
     classes = logits[at]
@@ -24,7 +24,8 @@ def cross_entropy(t: Typer, node: fx.Node) -> Typing:
     weight = argument(node, 2, "weight")
     reduction = argument(node, 3, "reduction", MEAN)
     smoothing = argument(node, 5, "label_smoothing", 0.0)
-    whole: list[Dim] = []
+    log_probabilities = "nll" in str(node.target)
+    whole: list[Dim] = [classes] if log_probabilities else []
     if len(target) == len(logits):  # class probabilities
         unify(target[at], classes)
         whole.append(classes)
@@ -58,26 +59,21 @@ def _cross_entropy(tokens: list[Dim], classes: Dim) -> Any:
         weight = argument(node, 2, "weight")
         weight = local.mapped(weight) if weight is not None else None
         ignore = argument(node, 4, "ignore_index", -100)
-        smoothing = argument(node, 5, "label_smoothing", 0.0)
+        rest = node.args[5:]  # label_smoothing
         if cut:
             total = _vocab_parallel(local, tokens, classes, cut, ignore)
             local.resolved(cut)
         else:
-            total = local.emit(
-                aten.cross_entropy_loss.default, logits, target, weight, SUM, ignore, smoothing
-            )
+            total = local.emit(node.target, logits, target, weight, SUM, ignore, *rest)
         if argument(node, 3, "reduction", MEAN) == SUM:
             return total
-        return local.emit(
-            aten.div.Tensor, total, _count(local, node, target, weight, ignore, tokens_cut)
-        )
+        return local.divided(total, _count(local, node, target, weight, ignore, tokens_cut))
 
     return localize
 
 
 def _count(local: Any, node: fx.Node, target: Any, weight: Any, ignore: int, cut: Any) -> Any:
     """The number (or weight) of real tokens of the global batch."""
-    dtype = node.meta["val"].dtype
     if node.args[1].meta["val"].is_floating_point():
         count = local.local_numel(node.args[1], drop=1)
         return local.convert_raw("all_reduce", count, cut, grad=False) if cut else count
@@ -86,9 +82,10 @@ def _count(local: Any, node: fx.Node, target: Any, weight: Any, ignore: int, cut
         safe = local.emit(
             aten.masked_fill.Scalar, target, local.emit(aten.logical_not.default, real), 0
         )
-        real = local.emit(aten.mul.Tensor, local.emit(aten.index.Tensor, weight, [safe]), real)
+        weights = local.emit(aten.to.dtype, weight, local.count_dtype())
+        real = local.emit(aten.mul.Tensor, local.emit(aten.index.Tensor, weights, [safe]), real)
     count = local.emit(aten.sum.default, real)
-    count = local.emit(aten.to.dtype, count, dtype)
+    count = local.emit(aten.to.dtype, count, local.count_dtype())
     return local.convert_raw("all_reduce", count, cut, grad=False) if cut else count
 
 
@@ -96,6 +93,8 @@ def _vocab_parallel(local: Any, tokens: list[Dim], classes: Dim, cut: Any, ignor
     """Sum over tokens of log-sum-exp minus the target's logit, with the classes cut over ranks
     (Shoeybi et al. 2019, section 3): three reductions of one number per token."""
     logits, target, per_token = local.value(0), local.value(1), tuple(tokens)
+    if local.node.args[0].meta["val"].dtype not in (torch.float32, torch.float64):
+        logits = local.emit(aten.to.dtype, logits, torch.float32)  # as torch's own loss does inside
     peak = local.emit(aten.amax.default, logits, [-1], True)
     peak = local.convert_raw("all_reduce_max", peak, cut, per_token, grad=False)
     shifted = local.emit(aten.sub.Tensor, logits, peak)
@@ -118,8 +117,6 @@ def _vocab_parallel(local: Any, tokens: list[Dim], classes: Dim, cut: Any, ignor
 
 def pointwise_loss(t: Typer, node: fx.Node) -> Typing:
     """mse, l1, bce, huber ...: a mean (or sum) over all elements."""
-    from autoshard.rules.core import broadcast
-
     dims = broadcast([t.dims(n) for n in operands(node)])
     value = node.meta["val"]
     if value.ndim == len(dims) and value.ndim:
@@ -136,21 +133,18 @@ def pointwise_loss(t: Typer, node: fx.Node) -> Typing:
             return local.default()
         args = [local.mapped(a) for a in node.args]
         kwargs = {k: local.mapped(v) for k, v in node.kwargs.items() if k != "reduction"}
-        args = args[:position]
-        kwargs["reduction"] = SUM
+        if len(args) > position:
+            args[position] = SUM
+        else:
+            kwargs["reduction"] = SUM
         total = local.emit(node.target, *args, **kwargs)
-        return local.emit(aten.div.Tensor, total, local.whole_size(list(dims)))
+        return local.divided(total, local.whole_size(list(dims)))
 
     return Typing((), summed=list(dims), localize=localize)
 
 
-def nll(t: Typer, node: fx.Node) -> Typing:
-    """nll_loss, a loss of class indices over whole classes, per element or reduced."""
-    return cross_entropy(t, node)
-
-
 RULES = [
-    ("cross_entropy_loss", cross_entropy),
+    ("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", cross_entropy),
     (
         """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
         binary_cross_entropy_with_logits kl_div soft_margin_loss""",

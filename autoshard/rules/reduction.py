@@ -8,13 +8,14 @@ import torch
 from torch import fx
 
 from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, fresh, unify
+from autoshard.rules.elementwise import elementwise
 
 aten = torch.ops.aten
 
 
 def _reduced(node: fx.Node, dims: Dims, position: int = 1) -> list[int]:
     at = argument(node, position, "dim")
-    if at is None or (isinstance(at, (list, tuple)) and not at):
+    if at is None or isinstance(at, bool) or (isinstance(at, (list, tuple)) and not at):
         return list(range(len(dims)))
     return [d % len(dims) for d in ([at] if isinstance(at, int) else at)] if dims else []
 
@@ -43,7 +44,7 @@ def mean(t: Typer, node: fx.Node) -> Typing:
         if not local.summed_cut():
             return local.default()
         total = local.emit(aten.sum.dim_IntList, local.value(0), at, keep)
-        return local.emit(aten.div.Tensor, total, local.whole_size(reduced))
+        return local.divided(total, local.whole_size(reduced))
 
     return Typing(_kept(dims, at, keep), summed=reduced, linear="one", localize=localize)
 
@@ -62,8 +63,6 @@ def reduce_whole(t: Typer, node: fx.Node) -> Typing:
 def maximum(t: Typer, node: fx.Node) -> Typing:
     """max, min: of two tensors elementwise, else a reduction."""
     if len(node.args) > 1 and isinstance(node.args[1], fx.Node):
-        from autoshard.rules.elementwise import elementwise
-
         return elementwise(t, node)
     return reduce_whole(t, node)
 
@@ -182,6 +181,15 @@ def batch_norm(t: Typer, node: fx.Node) -> Typing:
     return Typing(out, localize=_batch_norm(reduced, channel), whole=list(dims[2:]))
 
 
+def norm_of_channels(t: Typer, node: fx.Node) -> Typing:
+    """Batch norm without running statistics, as in instance norm: all but the channels whole."""
+    dims = t.dims(node.args[0])
+    for scale in node.args[1:3]:
+        if isinstance(scale, fx.Node):
+            unify(t.dims(scale)[0], dims[1])
+    return Typing([dims, (dims[1],), (dims[1],)], whole=[dims[0], *dims[2:]])
+
+
 def _batch_norm(reduced: list[Dim], channel: Dims) -> Any:
     """Training statistics of a cut batch: local moments, summed over the ranks (Chan et al.
     1979)."""
@@ -233,7 +241,7 @@ def _running(
     """Running statistics; the variance is the unbiased one, as in torch."""
     if old_mean is None:
         return []
-    less = local.emit(aten.sub.Tensor, count, 1)
+    less = local.minus(count, 1)
     unbiased = local.emit(aten.mul.Tensor, var, local.emit(aten.div.Tensor, count, less))
     out = []
     for old, new in ((old_mean, mean), (old_var, unbiased)):
@@ -243,26 +251,69 @@ def _running(
     return out
 
 
+def variance(t: Typer, node: fx.Node) -> Typing:
+    """var, std over dimensions; where these are cut, from moments summed over the ranks."""
+    dims = t.dims(node.args[0])
+    at = _reduced(node, dims)
+    keep = bool(argument(node, 3, "keepdim", False))
+    reduced = [dims[i] for i in at]
+    unbiased = argument(node, 1, "unbiased", None)
+    unbiased = unbiased if isinstance(unbiased, bool) else argument(node, 2, "unbiased", True)
+    correction = node.kwargs.get("correction", 1 if unbiased is None else int(unbiased))
+
+    def localize(local: Any) -> Any:
+        cut = local.cutting(reduced)
+        if not cut:
+            return local.default()
+        kept = tuple(() if i in at else d for i, d in enumerate(dims))
+        size = local.whole_size(reduced)
+
+        def total(value: Any) -> Any:
+            part = local.emit(aten.sum.dim_IntList, value, at, True)
+            return local.convert_raw("all_reduce_replicate", part, cut, kept)
+
+        x, dtype = local.value(0), node.meta["val"].dtype
+        if dtype != local.count_dtype():
+            x = local.emit(aten.to.dtype, x, local.count_dtype())
+        x = local.emit(aten.sub.Tensor, x, local.emit(aten.div.Tensor, total(x), size))
+        squares = total(local.emit(aten.mul.Tensor, x, x))
+        out = local.emit(aten.div.Tensor, squares, local.minus(size, correction))
+        if "std" in str(node.target):
+            out = local.emit(aten.sqrt.default, out)
+        out = out if keep else local.emit(aten.squeeze.dims, out, at)
+        return out if dtype == local.count_dtype() else local.emit(aten.to.dtype, out, dtype)
+
+    return Typing(_kept(dims, at, keep), localize=localize)
+
+
 def pool(t: Typer, node: fx.Node) -> Typing:
     """max_pool, avg_pool, upsample: the spatial dimensions must be whole."""
     dims = t.dims(node.args[0])
     results = t.results(node)
-    outs = [(*dims[:2], *(fresh(s) for s in t.shape(v)[2:])) for v in results]
+    named = str(node.target)
+    space = next(n for n in (1, 2, 3) if f"{n}d" in named)
+    first = len(dims) - space
+    outs = [(*dims[:first], *(fresh(s) for s in t.shape(v)[first:])) for v in results]
     several = isinstance(node.meta["val"], (list, tuple))
-    return Typing(outs if several else outs[0], whole=list(dims[2:]))
+    return Typing(outs if several else outs[0], whole=list(dims[first:]))
 
 
 def counts(t: Typer, node: fx.Node) -> Typing:
-    """histc, bincount: counts over everything; a sum over what is cut."""
-    dims = t.dims(node.args[0])
-    return Typing(t.new(node.meta["val"]), summed=list(dims))
+    """histc over a given range: a sum over what is cut. Over its own range, and bincount, whose
+    size depends on the data: of everything."""
+    dims = list(t.dims(node.args[0]))
+    low, high = argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    if "histc" in str(node.target) and low < high:
+        return Typing(t.new(node.meta["val"]), summed=dims)
+    return Typing(t.new(node.meta["val"]), whole=dims)
 
 
 RULES = [
     ("sum", sum_),
     ("mean", mean),
     ("max min", maximum),
-    ("amax amin var std argmax argmin logsumexp prod any all var_mean std_mean", reduce_whole),
+    ("var std", variance),
+    ("amax amin argmax argmin logsumexp prod any all var_mean std_mean", reduce_whole),
     ("linalg_vector_norm norm", norm),
     (
         "softmax _softmax log_softmax _log_softmax cumsum cumprod sort argsort logcumsumexp",
@@ -275,6 +326,7 @@ RULES = [
         "batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training",
         batch_norm,
     ),
+    ("_native_batch_norm_legit", norm_of_channels),
     (
         """max_pool2d max_pool1d max_pool2d_with_indices avg_pool2d avg_pool1d adaptive_avg_pool2d
         adaptive_avg_pool1d _adaptive_avg_pool2d upsample_bilinear2d upsample_nearest2d

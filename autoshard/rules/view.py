@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoshard.axes import concat_dims, leaves, same_size, slice_dim
@@ -45,8 +46,6 @@ def _less(a: Any, b: Any) -> bool:
     other."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
-    from autoshard.axes import quotient
-
     return quotient(b, a) is not None
 
 
@@ -60,8 +59,6 @@ def view(t: Typer, node: fx.Node) -> Typing:
 
 def _as_reshape(local: Any) -> Any:
     """flatten, unflatten and the like, written as a reshape to the local shape."""
-    import torch
-
     return local.emit(torch.ops.aten.reshape.default, local.value(0), local.shape())
 
 
@@ -76,6 +73,13 @@ def transpose(t: Typer, node: fx.Node) -> Typing:
     if len(dims) > 1:
         dims[a], dims[b] = dims[b], dims[a]
     return Typing(tuple(dims), linear="one")
+
+
+def move(t: Typer, node: fx.Node) -> Typing:
+    """movedim(x, from, to)"""
+    dims = t.dims(node.args[0])
+    marked = torch.empty(range(len(dims)), device="meta")  # every size says which dimension it was
+    return Typing(tuple(dims[d] for d in torch.movedim(marked, *node.args[1:]).shape), linear="one")
 
 
 def reverse_dims(t: Typer, node: fx.Node) -> Typing:
@@ -94,7 +98,8 @@ def squeeze(t: Typer, node: fx.Node) -> Typing:
     drop = argument(node, 1, "dim")
     drop = range(len(dims)) if drop is None else [drop] if isinstance(drop, int) else drop
     drop = {d % len(dims) for d in drop if shape[d] == 1}
-    return Typing(tuple(d for i, d in enumerate(dims) if i not in drop), linear="one")
+    out = tuple(d for i, d in enumerate(dims) if i not in drop)
+    return Typing(out, linear="one", localize=_as_reshape)  # a rank may hold one of several
 
 
 def expand(t: Typer, node: fx.Node) -> Typing:
@@ -107,8 +112,6 @@ def expand(t: Typer, node: fx.Node) -> Typing:
 
 
 def _expand(local: Any) -> Any:
-    import torch
-
     return local.emit(torch.ops.aten.expand.default, local.value(0), local.shape())
 
 
@@ -153,8 +156,6 @@ def stop_is_end(stop: Any, size: int) -> bool:
 
 def _slice_piece(whole: Dim, first: int, at: int) -> Any:
     def localize(local: Any) -> Any:
-        import torch
-
         start = local.offset(whole, first)
         length = local.size(local.out_dims()[at])
         return local.emit(torch.ops.aten.narrow.default, local.value(0), at, start, length)
@@ -182,8 +183,6 @@ def pieces(t: Typer, node: fx.Node) -> Typing:
 
 def _pieces(at: int) -> Any:
     def localize(local: Any) -> Any:
-        import torch
-
         sizes = [local.size(local.out_dims(i)[at]) for i in range(local.results)]
         return local.emit(torch.ops.aten.split_with_sizes.default, local.value(0), sizes, at)
 
@@ -339,7 +338,8 @@ def complex_view(t: Typer, node: fx.Node) -> Typing:
 RULES = [
     ("view reshape _unsafe_view flatten unflatten view_as reshape_as", view),
     ("permute", permute),
-    ("transpose t swapaxes", transpose),
+    ("transpose t swapaxes mT mH adjoint", transpose),
+    ("movedim moveaxis", move),
     ("numpy_T", reverse_dims),
     ("unsqueeze", unsqueeze),
     ("squeeze", squeeze),
