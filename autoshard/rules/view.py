@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.axes import concat_dims, leaves, same_size, slice_dim
+from autoshard.axes import concat_dims, leaves, quotient, same_size, slice_dim
 from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, fresh, size_of, unify
 
 
@@ -78,7 +78,7 @@ def transpose(t: Typer, node: fx.Node) -> Typing:
 def move(t: Typer, node: fx.Node) -> Typing:
     """movedim(x, from, to)"""
     dims = t.dims(node.args[0])
-    marked = torch.empty(range(len(dims)), device="meta")  # every size says which dimension it was
+    marked = torch.empty(tuple(range(len(dims))), device="meta")  # every size says which dimension it was
     return Typing(tuple(dims[d] for d in torch.movedim(marked, *node.args[1:]).shape), linear="one")
 
 
