@@ -75,7 +75,8 @@ def bind(
         axes = node.args[1]
         if not axes:
             continue
-        link = Link(axes, groups.get(axes, ""), mesh.size(axes), mesh.index(rank, axes))
+        group = groups[axes] if groups else ""
+        link = Link(axes, group, mesh.size(axes), mesh.index(rank, axes))
         node.update_arg(1, link)
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))
@@ -145,7 +146,7 @@ class ShardedModule(nn.Module):
         self._device = _device_of(program) if live else None
         self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
-        self._checked = False
+        self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
         self._places = self._own(program)
         self._modes = {program.training: self._mode(program, self._places)}
@@ -274,9 +275,13 @@ class ShardedModule(nn.Module):
         arguments = self.arguments(args, kwargs)
         if not self.live and self.program.mesh.mesh.world_size > 1:
             raise self._alone()
-        if self.live and not self._checked and not torch.compiler.is_compiling():
-            self._checked = True
+        if (
+            self.live
+            and self.running.training not in self._checked
+            and not torch.compiler.is_compiling()
+        ):
             checks.first_batch(self, arguments[len(self.running.values) :])
+            self._checked.add(self.running.training)
         return arguments
 
     def _alone(self) -> MeshError:

@@ -457,6 +457,7 @@ class Partitioner:
                     if (value.parameter, m) in self.read_replicated:
                         layout[m] = R
                 self.program.values[value.parameter].layout = layout
+                self.layouts[value.node] = layout
 
     def _convert(self, value: Value, target: Layout) -> fx.Node:
         node, layout = value.node, dict(value.layout)
@@ -783,7 +784,8 @@ class Partitioner:
                 continue
             keeps = i != self.program.loss and i < count
             target = {m: self._output_state(m, value.layout[m], keeps) for m in self.axes}
-            out = self.convert(value, buffers.get(i, target))  # a buffer is written as it is held
+            target = buffers.get(i, target)  # a buffer is written as it is held
+            out = self.convert(value, target)
             cut = [m for m in self.axes if isinstance(target[m], Axis)]
             if cut and value.grad:
                 out = self.emit(

@@ -7,7 +7,6 @@ taken when the work that cutting it saves outweighs the traffic that cutting it 
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 import re
@@ -20,6 +19,7 @@ from torch import fx
 from autoshard.axes import Axis, Dim, atoms, leaves, size_of
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
+from autoshard.infer import batch_axes
 from autoshard.mesh import SubMesh
 from autoshard.program import Assignment, Program, shallow
 from autoshard.rules import Typing, op_name
@@ -82,8 +82,10 @@ class TensorParallel(Pass):
         """Candidates taken with the part of tp each uses, from ``start`` to ``end`` (products)."""
         done: dict[fx.Node, int] = {}
         taken: list[tuple[Candidate, int, int, str]] = []
-        left = list(candidates(program).values())
-        total = sum(_nominal(t.flops) for t in program.typings.values())
+        nominal = Nominal(program)
+        found = list(candidates(program, nominal).values())
+        left = list(found)
+        total = sum(nominal(t.flops) for t in program.typings.values())
         for candidate in left:
             if candidate.gathered and sum(candidate.work.values()) < SMALL * total:
                 candidate.blocked = candidate.blocked or "too little work for a gather"
@@ -95,9 +97,7 @@ class TensorParallel(Pass):
             if now < gain:  # what was taken meanwhile lowers a gain, and never raises one
                 heapq.heapreplace(heap, (-now, heap[0][1]))
                 continue
-            if gain < (
-                THRESHOLD if taken else 0
-            ):  # the best one is taken in any case: tp was asked for
+            if gain < (THRESHOLD if taken else 0):  # tp was asked for: the best is taken anyway
                 break
             heapq.heappop(heap)
             start = max((done.get(n, 1) for n in best.work), default=1)
@@ -112,9 +112,9 @@ class TensorParallel(Pass):
                 message(
                     "tensor_parallel",
                     "every axis of the model",
-                    ", ".join(f"{c.axis!r} {c.blocked}" for c in candidates(program).values())[
-                        :800
-                    ],
+                    ", ".join(
+                        f"{c.axis!r} {c.blocked}" for c in candidates(program, nominal).values()
+                    )[:800],
                     f"none can be cut over {self.axis}={ranks} with a gain",
                     "use a tp size that divides heads or hidden sizes, or drop tp from the mesh",
                 )
@@ -197,7 +197,7 @@ def _factors(spans: list[tuple[int, int]], ranks: int) -> tuple[int, ...]:
     return tuple(b // a for a, b in zip(chain, chain[1:], strict=False))
 
 
-def candidates(program: Program) -> dict[int, Candidate]:
+def candidates(program: Program, nominal: Nominal) -> dict[int, Candidate]:
     """Every axis of a parameter, with the work that cutting it saves and the traffic it causes."""
     found: dict[int, Candidate] = {}
     for parameter in program.values.values():
@@ -211,7 +211,7 @@ def candidates(program: Program) -> dict[int, Candidate]:
     for node, typing in program.typings.items():
         if any(n in derived or n.name in program.parameters() for n in node.all_input_nodes):
             derived.add(node)
-        _count(program, node, typing, found, derived)
+        _count(program, node, typing, found, derived, nominal)
     return found
 
 
@@ -221,6 +221,7 @@ def _count(
     typing: Typing,
     found: dict[int, Candidate],
     derived: set[fx.Node],
+    nominal: Nominal,
 ) -> None:
     values = operands(node)
     read = [program.dims[n] for n in values]
@@ -228,14 +229,14 @@ def _count(
     whole = {id(a) for d in typing.whole for a in atoms(d)}
     outs = typing.out if isinstance(typing.out, list) else [typing.out]
     kind = op_name(node.target)
-    work = _nominal(typing.flops)
+    work = nominal(typing.flops)
     if kind == "embedding" and not _is_constant(node.args[1]):
-        work = 2 * _nominal(size_of(sum(outs[0], ()))) * _nominal(size_of(read[0][0]))
-    result = 4 * _nominal(size_of(sum(outs[0], ())))
-    largest = 4 * max((_nominal(size_of(sum(d, ()))) for d in read), default=0)
+        work = 2 * nominal(size_of(sum(outs[0], ()))) * nominal(size_of(read[0][0]))
+    result = 4 * nominal(size_of(sum(outs[0], ())))
+    largest = 4 * max((nominal(size_of(sum(d, ()))) for d in read), default=0)
     space = {id(a) for dims in read for d in dims for a in atoms(d)}
     if kind == "cross_entropy_loss":
-        result = 12 * _nominal(size_of(sum((d for d in read[1]), ())))
+        result = 12 * nominal(size_of(sum((d for d in read[1]), ())))
     for key in space & set(found):
         candidate = found[key]
         if key in whole:
@@ -245,14 +246,14 @@ def _count(
             candidate.gathered = True
             continue
         if work:
-            candidate.work[node] = work * _coverage([*read, *outs], candidate.axis)
+            candidate.work[node] = work * _coverage([*read, *outs], candidate.axis, nominal)
         if key in summed:
             candidate.traffic += result
         for value, dims in zip(values, read, strict=True):
             # the gradient of what every rank reads whole is summed, once per value
             if value in derived and value not in candidate.read and not _has(dims, candidate.axis):
                 candidate.read.add(value)
-                candidate.traffic += 4 * _nominal(size_of(sum(dims, ())))
+                candidate.traffic += 4 * nominal(size_of(sum(dims, ())))
         if kind not in ROWWISE:
             candidate.ragged = candidate.ragged and _plain(read, outs, candidate.axis)
 
@@ -276,19 +277,21 @@ def _plain(read: list[Any], outs: list[Any], axis: Axis) -> bool:
     return True
 
 
-def _coverage(tensors: list[Any], axis: Axis) -> float:
+def _coverage(tensors: list[Any], axis: Axis, nominal: Nominal) -> float:
     """The least share of a dimension that the axis cuts: below one in a concatenation."""
-    shares = [_share_of(d, axis) for dims in tensors for d in dims if axis in set(atoms(d))]
+    shares = [
+        _share_of(d, axis, nominal) for dims in tensors for d in dims if axis in set(atoms(d))
+    ]
     return min(shares, default=1.0)
 
 
-def _share_of(dim: Dim, axis: Axis) -> float:
+def _share_of(dim: Dim, axis: Axis, nominal: Nominal) -> float:
     for a in leaves(dim):
         if a is axis:
             return 1.0
         if a.parts is not None and axis in set(atoms((a,))):
-            covered = [_nominal(size_of(p)) * _share_of(p, axis) for p in a.parts]
-            return sum(covered) / sum(_nominal(size_of(p)) for p in a.parts)
+            covered = [nominal(size_of(p)) * _share_of(p, axis, nominal) for p in a.parts]
+            return sum(covered) / sum(nominal(size_of(p)) for p in a.parts)
     return 0.0
 
 
@@ -314,15 +317,18 @@ def _is_constant(arg: Any) -> bool:
     return True
 
 
-def _nominal(expr: Any) -> float:
-    """A size expression at nominal batch and sequence sizes."""
-    if isinstance(expr, (int, float)):
-        return float(expr)
-    return _at_nominal_sizes(expr)
+class Nominal:
+    """Sizes as numbers: dynamic ones at nominal batch and sequence sizes."""
 
+    def __init__(self, program: Program):
+        batch = {a.size: NOMINAL["batch"] for a in batch_axes(program)}
+        self.sizes = dict.fromkeys(program.hints, NOMINAL["sequence"]) | batch
+        self.known: dict[Any, float] = {}
 
-@functools.cache
-def _at_nominal_sizes(expr: Any) -> float:
-    symbols = sorted(expr.free_symbols, key=str)
-    values = [NOMINAL["batch"], *[NOMINAL["sequence"]] * len(symbols)]
-    return float(sympy.sympify(expr).subs(dict(zip(symbols, values, strict=False))))
+    def __call__(self, expr: Any) -> float:
+        if isinstance(expr, (int, float)):
+            return float(expr)
+        if expr not in self.known:
+            other = dict.fromkeys(expr.free_symbols, NOMINAL["sequence"])
+            self.known[expr] = float(sympy.sympify(expr).subs(other | self.sizes))
+        return self.known[expr]

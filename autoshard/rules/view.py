@@ -78,7 +78,7 @@ def transpose(t: Typer, node: fx.Node) -> Typing:
 def move(t: Typer, node: fx.Node) -> Typing:
     """movedim(x, from, to)"""
     dims = t.dims(node.args[0])
-    marked = torch.empty(tuple(range(len(dims))), device="meta")  # every size says which dimension it was
+    marked = torch.empty(tuple(range(len(dims))), device="meta")  # sizes say where they were
     return Typing(tuple(dims[d] for d in torch.movedim(marked, *node.args[1:]).shape), linear="one")
 
 

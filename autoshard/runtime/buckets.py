@@ -80,11 +80,15 @@ class Reducer:
                 flags = torch.ones(len(keys), device=module.tensor(keys[0]).device)
                 self._present[bucket.axes] = keys, flags
         self._summed: set[str] = set()  # parameters whose .grad is a sum over the ranks
+        self._accumulators: list[Any] = []
         self._task = -1  # the backward that is being reduced, by autograd's number of it
         self._next = 0
         for key in self.of:
             tensor = module.tensor(key)
-            tensor.register_hook(lambda _, key=key: self._reopen(key))
+            # on the node that accumulates: hooks of the tensor serve torch.autograd.grad too
+            node = tensor.view_as(tensor).grad_fn.next_functions[0][0]
+            node.register_prehook(lambda _, key=key: self._reopen(key))
+            self._accumulators.append(node)  # a node lives only as long as it is held
             tensor.register_post_accumulate_grad_hook(lambda _, key=key: self._ready(key))
 
     def _fill(self, bucket_bytes: int) -> None:

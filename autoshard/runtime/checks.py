@@ -81,6 +81,15 @@ def _ranks(program: Program, node: fx.Node, at: int) -> int:
     return program.mesh.size(tuple(over))
 
 
+def _generator_state(device: torch.device) -> float:
+    """A number that tells the states of torch's generators apart, the CPU's and the device's."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    state = torch.cat(states).double()
+    return float((state * torch.arange(1, state.numel() + 1)).sum())
+
+
 def same_program(program: Program, device: torch.device | None) -> None:
     """All ranks must have compiled the same graph: compared before the first process group is made.
     Raises MeshError on every rank."""
@@ -122,12 +131,12 @@ def first_batch(module: Any, inputs: list[torch.Tensor]) -> None:
     sums = []
     for x in inputs:
         weights = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
-        sums += [float(x.numel()), float((x.detach().flatten().double() * weights).sum())]
+        values = x.detach().flatten().double().nan_to_num()
+        sums += [float(x.numel()), float((values * weights).sum())]
     draws = any(
         n.target is rng.draw for n in program.graph.find_nodes(op="call_function", target=rng.draw)
     )
-    state = torch.get_rng_state().double() if draws else torch.zeros(1, dtype=torch.float64)
-    sums.append(float((state * torch.arange(1, state.numel() + 1)).sum()))
+    sums.append(_generator_state(inputs[0].device) if draws else 0.0)
     mine = torch.tensor(sums, device=inputs[0].device, dtype=torch.float64)
     everyone = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
     dist.all_gather(everyone, mine)

@@ -83,19 +83,21 @@ def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -
 def squared_norm(module: Any) -> torch.Tensor:
     """This rank's share of the squared gradient norm: the sum over all ranks is the model's."""
     mesh = module.program.mesh
-    shares, device = [], None
+    shares, device, dtype = [], None, torch.float32
     for key, parameter in module.program.parameters().items():
         tensor = module.tensor(key)
         device = device or tensor.device
+        dtype = torch.promote_types(dtype, tensor.dtype)
         if tensor.grad is None:
             continue
         for piece, cut in pieces(parameter, mesh, module.rank_index):
             copies = math.prod(mesh.size(m) for m in mesh.axes if m not in cut)
-            square = torch.linalg.vector_norm(view_of(tensor.grad, piece)) ** 2
-            shares.append(square / copies)
+            wide = torch.promote_types(tensor.dtype, torch.float32)  # 300 squared is no half
+            square = torch.linalg.vector_norm(view_of(tensor.grad, piece), dtype=wide) ** 2
+            shares.append((square / copies).to(device))
     if not shares:
-        return torch.zeros((), device=device)
-    return torch.stack(shares).sum()
+        return torch.zeros((), device=device, dtype=dtype)
+    return torch.stack([share.to(dtype) for share in shares]).sum()
 
 
 def scale_gradients(module: Any, norm: torch.Tensor, max_norm: float) -> None:

@@ -11,19 +11,34 @@ from typing import Any
 
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over seeds (Knuth, multiplicative hashing)
+#: Odd constants that spread seeds and positions (Knuth, multiplicative hashing).
+_GOLDEN, _APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random op in the stream of ``link``: a `Link`, or ``()`` for the common stream."""
     if not link:
         return op(*args, **kwargs)
-    index = link.index
-    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
-    devices = [device] if device.type != "cpu" else []
     # one number of the common stream per op, the same on every rank, keeps the streams in step
     seed = int(torch.randint(2**31, (), dtype=torch.int64).item())
-    mixed = (seed * _GOLDEN + (index + 1) * 0x632BE59BD9B4E019) % 2**63
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(mixed)
+    mixed = (seed * _GOLDEN + (link.index + 1) * _APART) % 2**63
+    generator = _generator_of(*args, *kwargs.values())
+    state = generator.get_state()
+    generator.manual_seed(mixed)
+    try:
         return op(*args, **kwargs)
+    finally:
+        generator.set_state(state)
+
+
+def _generator_of(*arguments: Any) -> torch.Generator:
+    """The default generator of the device that an op's arguments lie on, or name."""
+    places = [a.device for a in arguments if isinstance(a, torch.Tensor)]
+    places += [a for a in arguments if isinstance(a, torch.device)]
+    device = next((d for d in places if d.type != "cpu"), None)
+    if device is None:
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
