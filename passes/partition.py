@@ -327,8 +327,8 @@ class Partitioner:
         self, m: str, typing: Typing, values: list[Value], states: list[Any]
     ) -> bool:
         """Whether an op on summands gives summands: it is linear in what is a summand, which
-        stands once among its arguments, and the result is no integer."""
-        if not typing.linear or not _continuous(tensor_results(self.source)[0]):
+        stands once among its arguments."""
+        if not typing.linear:
             return False
         if len(values) > 1 and not self._read_once(values, states):
             return False
@@ -460,81 +460,71 @@ class Partitioner:
                 self.layouts[value.node] = layout
 
     def _convert(self, value: Value, target: Layout) -> fx.Node:
+        """Gather what is to be whole, cut what is to be cut, then change what remains. All the mesh
+        axes that cut a logical axis act at once: pieces of pieces would have other bounds."""
         node, layout = value.node, dict(value.layout)
-        steps = [m for m in self.axes if not (layout[m] is target[m] or layout[m] == target[m])]
-        for group in self._groups(steps, layout, target, reverse=True):
-            if isinstance(layout[group[0]], Axis):
-                node = self._gather(node, value, layout, target, group)
-                self._keep(node, value, layout)
-        for group in self._groups(steps, layout, target):
-            if not isinstance(layout[group[0]], Axis) and layout[group[0]] != target[group[0]]:
-                node = self._reduce_or_slice(node, value, layout, target, group)
-                self._keep(node, value, layout)
-        return node
-
-    def _keep(self, node: fx.Node, value: Value, layout: Layout) -> None:
-        """Dims and layout of a converted value, for the tables."""
-        self.dims.setdefault(node, value.dims)
-        self.layouts.setdefault(node, dict(layout))
-
-    def _groups(
-        self, steps: list[str], layout: Layout, target: Layout, reverse: bool = False
-    ) -> Any:
-        """Neighbouring mesh axes that change in the same way are converted together."""
-        groups: list[tuple[str, ...]] = []
-        for m in steps:
-            last = groups[-1][-1] if groups else None
-            same = (
-                last is not None
-                and _same(layout[last], layout[m])
-                and _same(target[last], target[m])
-            )
-            if same and self.axes.index(m) == self.axes.index(last) + 1:
-                groups[-1] = (*groups[-1], m)
-            else:
-                groups.append((m,))
-        return list(reversed(groups)) if reverse else groups
+        for axis in reversed(_cut_in(layout)):
+            if cut_axes(layout, axis) != cut_axes(target, axis):
+                node = self._gather(node, value, layout, target, axis)
+        for axis in _cut_in(target):
+            if cut_axes(layout, axis) != cut_axes(target, axis):
+                node = self._cut(node, value, layout, axis, cut_axes(target, axis))
+        steps = [m for m in self.axes if not _same(layout[m], target[m])]
+        return self._change(node, value, layout, target, steps)
 
     def _gather(
-        self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, axis: Axis
     ) -> fx.Node:
-        old, new = layout[group[0]], target[group[0]]
-        kind = "all_gather" if new == R else "all_gather_invariant"
-        node = self._along(kind, node, value, layout, old, group)
-        for m in group:
-            layout[m] = R if new == R else I
-        if new not in (R, I):  # to another axis: gather, then slice
-            for m in group:
-                layout[m] = I
+        over = cut_axes(layout, axis)
+        state = R if any(target[m] == R for m in over) else I
+        kind = "all_gather" if state == R else "all_gather_invariant"
+        node = self._along(kind, node, value, layout, axis, over)
+        layout.update(dict.fromkeys(over, state))
         return node
 
-    def _reduce_or_slice(
-        self, node: fx.Node, value: Value, layout: Layout, target: Layout, group: Any
+    def _cut(
+        self, node: fx.Node, value: Value, layout: Layout, axis: Axis, over: tuple[str, ...]
     ) -> fx.Node:
-        old, new = layout[group[0]], target[group[0]]
-        if isinstance(new, Axis):
-            kind = {P: "reduce_scatter", I: "shard", R: "shard_replicated"}[old]
-            if not value.grad and old == R:
-                kind = "shard"
-            for m in group:
-                layout[m] = new
-            return self._along(kind, node, value, layout, new, group)
-        plain = CONVERSION_KIND.get((old, new))
-        if plain is None:
-            raise ShardingError(
-                message(
-                    f"partition of {self.source}",
-                    f"a value {old} over {group}",
-                    f"wanted as {new}",
-                    "there is no conversion between these layouts",
-                    "report this model",
+        states = {layout[m] for m in over}
+        if states == {P}:
+            kind = "reduce_scatter"
+        elif states == {I} or (states <= {I, R} and not value.grad):
+            kind = "shard"
+        else:
+            kind = "shard_replicated"
+            steps = [m for m in over if layout[m] != R]
+            node = self._change(node, value, layout, layout | dict.fromkeys(steps, R), steps)
+        layout.update(dict.fromkeys(over, axis))
+        return self._along(kind, node, value, layout, axis, over)
+
+    def _change(
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, steps: list[str]
+    ) -> fx.Node:
+        """Between whole states; neighbouring mesh axes that change alike are converted together."""
+        while steps:
+            first = steps[0]
+            group = [
+                m
+                for m in steps
+                if _same(layout[m], layout[first]) and _same(target[m], target[first])
+            ]
+            steps = [m for m in steps if m not in group]
+            old, new = layout[first], target[first]
+            if (old, new) not in CONVERSION_KIND:
+                raise ShardingError(
+                    message(
+                        f"partition of {self.source}",
+                        f"a value {old} over {','.join(group)}",
+                        f"wanted as {new}",
+                        "there is no conversion between these layouts",
+                        "report this model",
+                    )
                 )
-            )
-        for m in group:
-            layout[m] = new
-        if not value.grad and plain in ("replicate", "invariant"):
-            return node
-        return self.emit_collective(plain, node, group, 0, 0, value, layout)
+            kind = CONVERSION_KIND[old, new]
+            layout.update(dict.fromkeys(group, new))
+            if value.grad or kind not in ("replicate", "invariant"):
+                node = self.emit_collective(kind, node, group, 0, 0, value, layout)
+        return node
 
     def _along(
         self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any
@@ -1020,8 +1010,10 @@ class Local:
         return p._value(out, self.outs[0], layout, grad, True, tensor.element_size())
 
 
-def _continuous(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def _cut_in(layout: Layout) -> list[Axis]:
+    """The logical axes that a layout cuts, by their outermost mesh axis."""
+    found = {id(s): s for s in layout.values() if isinstance(s, Axis)}
+    return list(found.values())
 
 
 def _same(a: Any, b: Any) -> bool:

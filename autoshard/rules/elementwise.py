@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autoshard.rules.core import Typer, Typing, argument, broadcast, is_tensor, operands
@@ -40,8 +41,11 @@ def linear_map(t: Typer, node: fx.Node) -> Typing:
 
 
 def cast(t: Typer, node: fx.Node) -> Typing:
-    """to, type_as: the target tensor is read for its dtype only."""
-    return Typing(t.dims(node.args[0]), linear="first")
+    """to, type_as: the target tensor is read for its dtype only. No sum may wait for a cast that
+    rounds."""
+    made, given = node.meta["val"].dtype, node.args[0].meta["val"].dtype
+    whole = made is torch.bool or (given.is_floating_point and not made.is_floating_point)
+    return Typing(t.dims(node.args[0]), linear="" if whole and not made.is_complex else "first")
 
 
 def dropout(t: Typer, node: fx.Node) -> Typing:
