@@ -415,7 +415,8 @@ def graph_table(program: Program) -> Table:
         stated = isinstance(dims, tuple) and isinstance(layout, dict)
         if stated:
             value = node.meta.get("val")
-            whole = map(expression, value.shape) if hasattr(value, "shape") else map(_size, dims or ())
+            known_sizes = getattr(value, "shape", None)
+            whole = map(_size, dims or ()) if known_sizes is None else map(expression, known_sizes)
             shape = [sizes.whole(s) for s in whole]
             if node not in forms:
                 local = [sizes.local(s) for s in local_shape(dims, layout, program.mesh)]
