@@ -66,16 +66,6 @@ def autoshard(
     Raises CaptureError, MeshError or ShardingError. On a live mesh every rank raises: one that
     failed its own error, the others a MeshError that quotes it.
     """
-    if not isinstance(model, nn.Module):
-        raise CaptureError(
-            message(
-                "autoshard",
-                "the model",
-                f"got {type(model).__name__} {model!r:.80}",
-                "it must be a torch.nn.Module",
-                "pass the model itself, made and in the mode it is to run in",
-            )
-        )
     spec = MeshSpec.of(mesh)
     options = {
         "context_parallel": context_parallel,
@@ -87,7 +77,6 @@ def autoshard(
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
     }
-    _refuse_what_is_not_built(spec, options)
     rank = _live_rank(spec)
     source = Source(
         model,
@@ -98,10 +87,13 @@ def autoshard(
         strict=strict,
         passes=passes,
     )
-    if rank is None:
-        program = source.program(model.training)
-    else:
-        program = checks.everywhere(lambda: source.program(model.training))
+
+    def compile_() -> Program:
+        _refuse_what_is_no_model(model)
+        _refuse_what_is_not_built(spec, options)
+        return source.program(model.training)
+
+    program = compile_() if rank is None else checks.everywhere(compile_)
     say("emitting")
     return ShardedModule(program, rank or 0, rank is not None, source)
 
@@ -192,6 +184,19 @@ def _live_rank(spec: MeshSpec) -> int | None:
             )
         )
     return dist.get_rank()
+
+
+def _refuse_what_is_no_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            message(
+                "autoshard",
+                "the model",
+                f"got {type(model).__name__} {model!r:.80}",
+                "it must be a torch.nn.Module",
+                "pass the model itself, made and in the mode it is to run in",
+            )
+        )
 
 
 def _refuse_what_is_not_built(spec: MeshSpec, options: dict[str, Any]) -> None:

@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except Exception:  # ours: not to be taken for a mismatch
+        traceback.print_exc()
+        return EXIT_ERROR
 
 
 def inspect(arguments: argparse.Namespace) -> int:

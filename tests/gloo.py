@@ -355,11 +355,15 @@ def differing_seed(mesh) -> tuple[str, str]:
 
 
 def failing_capture(mesh, rank: int) -> list[str]:
-    """One rank's model cannot be captured."""
+    """One rank's model cannot be captured; one rank asks for what there is no pass for."""
     from autoshard import autoshard
 
-    model = hw.Branching() if dist.get_rank() == rank else hw.MLP()
-    return [refusal(lambda: autoshard(model, mesh, example_inputs=hw.vectors(4, 32)))]
+    odd, inputs = dist.get_rank() == rank, hw.vectors(4, 32)
+    model = hw.Branching() if odd else hw.MLP()
+    return [
+        refusal(lambda: autoshard(model, mesh, example_inputs=inputs)),
+        refusal(lambda: autoshard(hw.MLP(), mesh, example_inputs=inputs, zero=int(odd))),
+    ]
 
 
 def differing_weights(mesh, rank: int) -> list[str]:

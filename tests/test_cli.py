@@ -80,6 +80,12 @@ def test_verify_prints_a_count_or_everything(model, capsys):
     assert "gradient up.weight" in long
 
 
+def test_an_error_of_our_own_is_no_mismatch(model, capsys, monkeypatch):
+    monkeypatch.setattr("autoshard.cli.verify", lambda *_, **__: 1 / 0)
+    assert main(["verify", model, "--mesh", "tp=2"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_strict(model, command, capsys):
     assert main([command, f"{model}:indivisible", "--mesh", "tp=2", "--strict"]) == 2

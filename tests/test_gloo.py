@@ -105,9 +105,11 @@ def test_ranks_with_different_seeds_are_told_so_where_dropout_needs_them(square)
 
 
 def test_ranks_hear_of_one_whose_model_cannot_be_captured(square):
-    for rank, (error,) in enumerate(each(square, "failing capture")):
+    for rank, (error, option) in enumerate(each(square, "failing capture")):
         assert "blocks.1" in error and "the line that cannot be captured" in error
         assert ("rank 2 raised CaptureError" in error) == (rank != 2)
+        assert "zero=1" in option
+        assert ("rank 2 raised ShardingError" in option) == (rank != 2)
 
 
 def test_ranks_that_start_from_different_weights_are_told_so(square):

@@ -19,6 +19,8 @@ from autoshard.program import Program
 from autoshard.rules import op_name
 from autoshard.runtime import rng
 
+#: Elements summed at a time: a sum in int64 makes a copy of what it sums.
+CHUNK = 2**24
 #: Integers as wide as an element.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -241,8 +243,9 @@ def _value_sums(program: Program) -> dict[str, int]:
         if value.is_meta or value.layout is not torch.strided:
             continue
         value = torch.view_as_real(value) if value.is_complex() else value
-        bits = value.view(_BITS[value.element_size()])
-        sums[parameter.name] = bits.sum(dtype=torch.int64)
+        bits = value.view(_BITS[value.element_size()]).flatten()
+        parts = [part.sum(dtype=torch.int64) for part in bits.split(CHUNK)]
+        sums[parameter.name] = torch.stack(parts).sum()
     return {name: int(each) for name, each in sums.items()}
 
 
