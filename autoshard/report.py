@@ -87,9 +87,10 @@ def _cut(text: str, width: int | None) -> str:
     """The text no wider than that: a path without its first modules, a name without its middle."""
     if width is None or len(text) <= width:
         return text
-    at = text.split(".")
+    *words, path = text.split(" ")
+    at = path.split(".")
     for i in range(1, len(at)):
-        if len(tail := "…" + ".".join(at[i:])) <= width:
+        if len(tail := " ".join([*words, "…" + ".".join(at[i:])])) <= width:
             return tail
     head = width // 3
     return text[:head] + "…" + text[len(text) - (width - head - 1) :]
@@ -198,30 +199,47 @@ class Names:
 
     def __init__(self, program: Program):
         self.program = program
-        #: (path of the list, index) of every layer that has others like it -> how many
-        self.alike: dict[tuple[str, str], int] = {}
-        layers: dict[str, dict[str, set[Any]]] = {}
+        #: path of a list of modules -> index -> the parameters in there: name, shape and layout
+        self.lists: dict[str, dict[str, list[Any]]] = {}
         for p in program.parameters().values():
             at = p.name.split(".")
             for i, word in enumerate(at):
                 if word.isdigit():
                     what = ".".join(at[i + 1 :]), tuple(p.value.shape), describe_layout(p.layout)
-                    layers.setdefault(".".join(at[:i]), {}).setdefault(word, set()).add(what)
-        for path, indices in layers.items():
-            counts = collections.Counter(map(frozenset, indices.values()))
-            for index, content in indices.items():
-                count = counts[frozenset(content)]
-                # a list of single linears is layers only when there are many that are alike
-                if count > (1 if any("." in name for name, *_ in content) else FEW):
-                    self.alike[path, index] = count
+                    indices = self.lists.setdefault(".".join(at[:i]), {})
+                    indices.setdefault(word, []).append(what)
+        self.known: dict[tuple[str, str], dict[str, int]] = {}
 
     def starred(self, path: str) -> tuple[str, int]:
         """The path with the first index that repeats left out, and how often it repeats."""
         at = path.split(".")
         for i, word in enumerate(at):
-            if count := self.alike.get((".".join(at[:i]), word)):
-                return ".".join([*at[:i], "*", *at[i + 1 :]]), count
+            if word.isdigit():
+                count = self._alike(".".join(at[:i]), ".".join(at[i + 1 :])).get(word, 1)
+                if count > 1:
+                    return ".".join([*at[:i], "*", *at[i + 1 :]]), count
         return path, 1
+
+    def _alike(self, path: str, below: str) -> dict[str, int]:
+        """By index, in how many elements of a list the part at ``below`` has equal parameters. What
+        has none, as an activation, is alike where the elements are."""
+        if (path, below) not in self.known:
+            indices = self.lists.get(path, {})
+            own = {
+                index: frozenset(w for w in content if f"{w[0]}.".startswith(f"{below}."))
+                for index, content in indices.items()
+            }
+            if not below or not any(own.values()):
+                own = {index: frozenset(content) for index, content in indices.items()}
+            counts = collections.Counter(content for content in own.values() if content)
+            # a list of single linears is layers only when there are many that are alike
+            single = not any("." in name for content in indices.values() for name, *_ in content)
+            self.known[path, below] = {
+                index: counts[content]
+                for index, content in own.items()
+                if counts[content] > (FEW if single else 1)
+            }
+        return self.known[path, below]
 
     def group(self, text: str) -> str:
         """A text whose last word is a module path, that path starred."""
@@ -519,13 +537,24 @@ class _Causes:
             if origin := producer.meta.get("origin"):
                 name = re.sub(r"_\d+$", "", origin)
                 return f"{name} {module_path(producer)}".strip()
-        for reader in self.nodes[conversion.node].users:
-            if reader in self.kinds:
-                return self._text(reader)
-        return conversion.why
+        reader = self._reader(self.nodes[conversion.node])
+        return conversion.why if reader is None else self._text(reader)
+
+    def _reader(self, node: fx.Node) -> fx.Node | None:
+        """The linear that reads a value, maybe as another view."""
+        for user in node.users:
+            if user in self.kinds:
+                return user
+            if user.op == "call_function" and op_name(user.target) in VIEWS:
+                return self._reader(user)
+        return None
 
     def _text(self, node: fx.Node) -> str:
-        return f"{self.kinds[node]} {op_name(node.target)} {module_path(node)}".strip()
+        return f"{self.kinds[node]} linear {module_path(node)}".strip()
+
+
+#: Ops between a value and the linear that reads it.
+VIEWS = frozenset("view reshape flatten to contiguous".split())
 
 
 def _needed_by_loss(program: Program) -> set[str] | None:
@@ -556,7 +585,7 @@ def collectives_table(program: Program) -> Table:
     count = sum(c.count for c in step)
     rows.append(["step", "all", "", "", count, total, sizes.number(total)])
     headers = ["when", "kind", "over", "why", "count", "bytes", number]
-    return Table(headers, rows, ("count", "bytes", number))
+    return Table(headers, rows, ("count", "bytes", number), {"why": 46})
 
 
 def passes_table(program: Program) -> Table:

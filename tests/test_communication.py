@@ -1,5 +1,6 @@
 """Which collectives the emitted graph has: Megatron-LM's, and no other."""
 
+import pickle
 from collections import Counter
 
 import handwritten as hw
@@ -66,6 +67,28 @@ def test_data_parallel_moves_no_activation():
     for kind, count in found[0].items():
         ahead[collectives.KINDS[kind][0]] += count
     assert 1 <= ahead["sum"] <= 2 and set(ahead) <= {"sum", "identity"}
+
+
+def test_conversions_are_functions_that_graphs_can_print_and_pickle():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for function, kind in collectives.CONVERSIONS.items():
+        assert getattr(collectives, kind) is function and function.__doc__
+        assert pickle.loads(pickle.dumps(function)) is function
+        x = graph.call_function(function, (x, ("tp",), 0, 4))
+    graph.output(x)
+    code = torch.fx.GraphModule(torch.nn.Module(), graph).code
+    assert all(f"autoshard_collectives_{kind}(" in code for kind in collectives.TABLE), code
+
+
+def test_what_is_on_the_wire_is_transposed():
+    """The gradient of a gather is a scattered sum, of a sum of summands nothing or a sum."""
+    for kind in collectives.TABLE.values():
+        if kind.forward == "gather" and kind.target == "R":
+            assert kind.backward == "scatter_sum"
+        dual = {"I": "P", "P": "I"}  # of a value that ranks hold equally, ranks sum the gradients
+        assert (kind.forward == "sum") == (kind.source == "P" and kind.target in "IR")
+        assert (kind.backward == "sum") == (kind.target == "R" and kind.source in dual)
 
 
 def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:

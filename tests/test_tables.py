@@ -346,6 +346,24 @@ def test_only_the_index_of_a_layer_is_starred(mesh):
             assert "row linear blocks.*.mlp.2" in module.table("collectives")
 
 
+def test_layers_of_two_kinds_share_what_they_have_in_common():
+    module = sharded("tp=2", 5, name="deepseek_v3")  # the first layer is dense
+    counts = {r["parameter"]: r["count"] for r in rows(module, "params")}
+    assert counts["model.layers.*.self_attn.o_proj.weight"] == 5
+    assert counts["model.layers.0.mlp.down_proj.weight"] == 1
+    assert counts["model.layers.*.mlp.shared_experts.down_proj.weight"] == 4
+    assert sum(counts.values()) == len(list(module.named_parameters()))
+
+
+def test_collectives_say_which_linear_they_serve():
+    for name in ("llama", "gpt2"):
+        why = {c.why for c in step_collectives(sharded("tp=2", name=name).program)}
+        path = {"llama": "model.layers.*.mlp", "gpt2": "transformer.h.*.mlp"}[name]
+        into, out = {"llama": ("gate_proj", "down_proj"), "gpt2": ("c_fc", "c_proj")}[name]
+        assert {f"column linear {path}.{into}", f"row linear {path}.{out}"} <= why
+        assert not any(word.startswith(("add ", "pow ")) for word in why)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_readable_in_a_wide_terminal(name):
     lines = sharded("dp=2,tp=2", 5).table(name).splitlines()
