@@ -83,7 +83,7 @@ def test_resnet_with_batch_norm_trains_like_one_device(dp):
 
 def test_resnet_running_statistics_are_part_of_the_proof():
     model = hw.ResNet()
-    text = str(verify(model, {"dp": 2}, example_inputs=hw.images(), steps=2))
+    text = verify(model, {"dp": 2}, example_inputs=hw.images(), steps=2).table()
     statistics = [n for n, b in model.named_buffers() if b.is_floating_point()]
     assert len(statistics) == 14
     assert [name for name in statistics if name not in text] == []
