@@ -45,6 +45,12 @@ CONVERSION_KIND = {
 #: Ops whose numbers are sizes.
 SIZED = frozenset("arange linspace tril_indices triu_indices randperm eye".split())
 
+#: Ops that read positions as positions.
+POINTING = frozenset(
+    """index index_select gather index_put _unsafe_index_put index_add scatter scatter_add
+    scatter_reduce""".split()
+)
+
 #: What happens to the parts of a concatenation that the axis does not cut (they are replicated
 #: there)
 UNCUT_PART = {
@@ -67,6 +73,7 @@ class Value:
     itemsize: int
     parameter: str = ""
     readers: int = 1
+    positions: bool = False  # its numbers are positions among this rank's own rows
     converted: dict[Any, fx.Node] = field(default_factory=dict)
 
 
@@ -91,6 +98,7 @@ class Partitioner:
         self.sizes: dict[Any, Any] = {}
         self.read_replicated: set[tuple[str, str]] = set()
         self.invariant_reads: list[tuple[fx.Node, str, str]] = []
+        self._positions = False  # of the op that is being rewritten
         self.source: Any = None  # the node that is being rewritten
         self.dims: dict[fx.Node, Any] = {}
         self.layouts: dict[fx.Node, Any] = {}
@@ -200,7 +208,7 @@ class Partitioner:
     ) -> Value:
         self.dims[node], self.layouts[node] = dims, layout
         readers = len(self.source.users) if self.source is not None else 1
-        return Value(node, dims, layout, grad, derived, itemsize, name, readers)
+        return Value(node, dims, layout, grad, derived, itemsize, name, readers, self._positions)
 
     # -- one op --------------------------------------------------------------------------------
 
@@ -232,6 +240,7 @@ class Partitioner:
         return value.node if isinstance(value, Value) else value
 
     def _apply(self, node: fx.Node, typing: Typing) -> Any:
+        self._positions = False
         read = {n: self.env[n] for n in operands(node)}
         outs = typing.out if isinstance(typing.out, list) else [typing.out]
         modes = self._modes(typing, list(read.values()), outs)
@@ -239,6 +248,7 @@ class Partitioner:
         made = typing.localize(local) if typing.localize else local.default()
         if isinstance(made, Value):
             return made
+        self._positions = self._are_positions(node, list(read.values()), outs)
         layouts = [self._result_layout(modes, dims, typing, local) for dims in outs]
         derived = any(v.derived for v in read.values())
         grad = any(v.grad for v in read.values()) and "detach" not in op_name(node.target)
@@ -254,13 +264,16 @@ class Partitioner:
             flows = grad and isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
             size = tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
             values.append(self._value(item, dims, layout, flows, derived, size))
+            values[-1].positions &= op_name(node.target) != "sort" or i == 1
         return values
 
     def _modes(self, typing: Typing, values: list[Value], outs: list[Any]) -> dict[str, Any]:
         """Per mesh axis, what this op does: cut an `Axis`, or run as I, R or P."""
         named = (a for d in typing.whole for a in atoms(d))
-        whole = {id(a) for a in named if not (typing.per_row and a.role == "batch")}
+        whole = {id(a) for a in named}
         tensors = [v.dims for v in values] + outs
+        if typing.per_row:
+            whole -= self._among_own_rows(whole, typing, outs)
         banned = {id(a) for dims in tensors for a in _repeats(dims)}
         for dim in typing.summed:
             banned |= {id(a) for a in atoms(dim) if not _throughout(dim, a)}
@@ -284,6 +297,48 @@ class Partitioner:
             modes[m] = own[0] if own else self._mode(m, typing, values, outs, space, derived)
         self._join_siblings(modes)
         return modes
+
+    def _among_own_rows(self, whole: set[int], typing: Typing, outs: list[Any]) -> set[int]:
+        """The rows that an order or a choice of tokens may treat as all there are: they come out
+        again, or are summed, and what points at them was made from this rank's own rows."""
+        kept = {id(a) for dims in outs for d in dims for a in atoms(d)}
+        kept |= {id(a) for d in typing.summed for a in atoms(d)}
+        local = all(self.env[n].positions for n in typing.positions if self._points_at_rows(n))
+        return {i for i in whole & set(self.rows) if i in kept and local}
+
+    def _points_at_rows(self, index: fx.Node) -> bool:
+        """Whether an index points at rows: the dimension it indexes has some."""
+        node = self.source
+        dims = self.env[node.args[0]].dims
+        if isinstance(node.args[1], (list, tuple)):
+            pointed = [dims[i] for i, n in enumerate(node.args[1]) if n is index]
+        else:
+            pointed = [dims[node.args[1]]]
+        return any(id(a) in self.rows for d in pointed for a in atoms(d))
+
+    def _are_positions(self, node: fx.Node, values: list[Value], outs: list[Any]) -> bool:
+        """Whether an op's numbers are positions among this rank's own rows: an order of them, a
+        count along them, or integers made of such. Raises where they are read as other numbers."""
+        has_rows = any(id(a) in self.rows for dims in outs for d in dims for a in atoms(d))
+        kind = op_name(node.target)
+        if kind in ("sort", "argsort", "arange"):
+            return has_rows
+        made = tensor_results(node)
+        if not any(v.positions for v in values) or made[0].dtype is torch.bool:
+            return False
+        if not made[0].is_floating_point():
+            return True
+        if kind not in POINTING and has_rows:
+            raise ShardingError(
+                message(
+                    f"{kind} {module_path(node)}",
+                    f"result {node.name}",
+                    f"rows counted from 0 on each of the ranks along {','.join(self.batch_axes)}",
+                    "the numbers of the rows of the whole batch are not known on one rank",
+                    "number the rows in the data, and give that as an input",
+                )
+            )
+        return False
 
     def _rows_stay_apart(self, rows: dict[int, Axis], whole: set[int], banned: set[int]) -> None:
         """No op may need the rows of other data ranks: they are not here, nor is their number
@@ -916,10 +971,15 @@ class Local:
         temporary = Value(node, dims, dict(self.modes), value.grad and grad, True, value.itemsize)
         return self.p.emit_collective(kind, node, axes, 0, 0, temporary, dict(self.modes))
 
+    def start(self, dim: Dim, cut: tuple[str, ...]) -> fx.Node:
+        """Where this rank's piece of a dimension begins."""
+        whole = self.p.size_node(size_of(dim))
+        return self.p.graph.call_function(collectives.local_start, (whole, cut))
+
     def own_range(self, index: fx.Node, dim: Dim, cut: tuple[str, ...]) -> tuple[fx.Node, fx.Node]:
         """(whether an index falls into this rank's piece of ``dim``, its position there or 0)"""
         whole = self.p.size_node(size_of(dim))
-        start = self.p.graph.call_function(collectives.local_start, (whole, cut))
+        start = self.start(dim, cut)
         length = self.p.graph.call_function(collectives.local_size, (whole, cut))
         shifted = self.emit(aten.sub.Tensor, index, start)
         above = self.emit(aten.ge.Scalar, shifted, 0)
@@ -942,7 +1002,7 @@ class Local:
         """A number of elements (see `whole_size`) less a number."""
         if isinstance(size, fx.Node) and size.target in collectives.CONVERSIONS:
             return self.emit(aten.sub.Tensor, size, less)
-        if isinstance(size, fx.Node):
+        if isinstance(size, fx.Node) or isinstance(less, fx.Node):
             return self.p.graph.call_function(operator.sub, (size, less))
         return size - less
 
