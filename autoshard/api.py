@@ -13,10 +13,11 @@ from torch import nn
 from autoshard.capture import capture
 from autoshard.chain import Pass, run
 from autoshard.emit import ShardedModule
-from autoshard.errors import MeshError, ShardingError, message
+from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.mesh import MeshSpec
 from autoshard.outputs import Output
 from autoshard.program import Program
+from autoshard.runtime import checks
 
 #: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
 NOT_BUILT_AXES = ("pp", "cp", "ep")
@@ -54,14 +55,26 @@ def autoshard(
 
     mesh: a live ``DeviceMesh`` with named dimensions (this rank's module, which trains), or a
     `MeshSpec`, dict or text such as ``"dp=2,tp=4"`` (rank 0's module, to look at; no processes).
-    example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out.
+    example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out. Rows of
+    this rank for a DeviceMesh, of the global batch for the others; two at least, to stay dynamic.
     sequence_parallel: also cut tokens over tp between its linears.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
     The other options have no effect yet, and raise ShardingError when asked for.
-    Raises CaptureError, MeshError or ShardingError, alike on every rank and before any collective.
+    Raises CaptureError, MeshError or ShardingError. On a live mesh every rank raises: one that
+    failed its own error, the others a MeshError that quotes it.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            message(
+                "autoshard",
+                "the model",
+                f"got {type(model).__name__} {model!r:.80}",
+                "it must be a torch.nn.Module",
+                "pass the model itself, made and in the mode it is to run in",
+            )
+        )
     spec = MeshSpec.of(mesh)
     options = {
         "context_parallel": context_parallel,
@@ -84,7 +97,10 @@ def autoshard(
         strict=strict,
         passes=passes,
     )
-    return ShardedModule(source.program(model.training), rank or 0, rank is not None, source)
+    if rank is None:
+        return ShardedModule(source.program(model.training), 0, False, source)
+    program = checks.everywhere(lambda: source.program(model.training))
+    return ShardedModule(program, rank, True, source)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -24,6 +24,7 @@ from autoshard.errors import CaptureError, message
 from autoshard.inputs import UNDECIDABLE, find_inputs, quietly
 from autoshard.mesh import DATA_AXES, MeshSpec, SubMesh
 from autoshard.meta import has_meta, home, recover_tables, standing_in
+from autoshard.objective import loss_index, wrong_loss
 from autoshard.outputs import Output, tensors_of
 from autoshard.program import Parameter, Program, tensor_results
 from autoshard.rules import rule_for
@@ -139,6 +140,16 @@ def _sort_inputs(
                 f"got {', '.join(type(constants[k]).__name__ for k in nested)}",
                 "tensors inside containers cannot be told apart from constants",
                 "pass every tensor as an argument of its own",
+            )
+        )
+    if not tensors:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                "the inputs",
+                f"got {', '.join(f'{k}={v!r:.40}' for k, v in given.items()) or 'nothing'}",
+                "none of them is a tensor, and a batch is what ranks share out",
+                "pass example_inputs={'name': tensor, ...}",
             )
         )
     return tensors, constants, set(unknown) if loss_fn is not None else set()
@@ -393,12 +404,13 @@ def _program(
         inputs,
         spec,
         names,
-        _loss_index(output, len(user_outputs), names),
+        None,
         dynamic,
         SubMesh(mesh),
         model.training,
         buffer_updates=updates,
     )
+    program.loss, program.wrong_loss = loss_index(program), wrong_loss(program)
     _unify_symbols(program, tensors)
     _keep_hints(program, tensors)
     if raise_precision:
@@ -465,17 +477,6 @@ def _merge_tied(graph: fx.Graph, values: dict[str, Parameter]) -> None:
 def _paths(spec: pytree.TreeSpec) -> Any:
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     return pytree.tree_flatten_with_path(tree)[0]
-
-
-def _loss_index(output: fx.Node, count: int, names: list[str]) -> int | None:
-    """The model's loss: the output called ``loss``, else the only scalar."""
-    scalars = []
-    for i, node in enumerate(output.args[0][:count]):
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point():
-            scalars.append(i)
-    named = [i for i in scalars if names[i] == "loss"]
-    return named[0] if named else scalars[0] if scalars else None
 
 
 def _raise_precision(graph: fx.Graph) -> None:

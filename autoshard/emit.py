@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,23 @@ from torch.utils import _pytree as pytree
 from autoshard import collectives
 from autoshard.axes import atoms
 from autoshard.collectives import Link
-from autoshard.errors import CaptureError, MeshError, ShardingError, message
+from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser
+from autoshard.objective import no_loss
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
 from autoshard.runtime import checks, gather, rng
 from autoshard.runtime.buckets import Reducer
 
 LINKED = {*collectives.CONVERSIONS, collectives.all_reduce_max, *collectives.LOCAL, rng.draw}
+
+#: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
+OWN = frozenset(
+    "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
+    " _places _frozen _modes _running _reducer".split()
+)
 
 
 def local_value(
@@ -94,19 +101,29 @@ def needed_groups(program: Program) -> list[tuple[str, ...]]:
     return sorted(found, key=lambda g: tuple(axes.index(a) for a in g))
 
 
+def _timeout(device: torch.device) -> Any:
+    """How long the default process group waits for a rank; a new group would wait half an hour."""
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    return world._get_backend(device).options._timeout
+
+
 def make_groups(
-    program: Program, rank: int, known: dict[tuple[int, ...], Any]
+    program: Program, rank: int, known: dict[tuple[int, ...], Any], device: torch.device
 ) -> dict[tuple[str, ...], Any]:
     """This rank's process group for every set of mesh axes. Only a group's own ranks make it, in
     one order of axes: no rank waits for groups that it is not in. ``known`` keeps them by their
-    ranks, for the next program."""
+    ranks, for the next program. They wait as long for a rank as the default group does."""
     import torch.distributed as dist
 
     mine = {}
     for axes in needed_groups(program):
         ranks = tuple(program.mesh.peers(rank, axes))
         if ranks not in known:
-            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            known[ranks] = dist.new_group(
+                list(ranks), timeout=_timeout(device), use_local_synchronization=True
+            )
         mine[axes] = known[ranks]
     return mine
 
@@ -142,22 +159,55 @@ class ShardedModule(nn.Module):
         self.program, self.rank_index, self.live = program, rank, live
         self.training = program.training
         self._source, self._signature = source, source.signature
-        self._defaults = {n: p.default for n, p in source.signature.parameters.items()}
         self._device = _device_of(program) if live else None
         self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
         self._places = self._own(program)
+        self._frozen = [k for k, p in program.parameters().items() if not p.trainable]
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
-        self.reducer = Reducer(self) if live else None
+        self._reducer = Reducer(self) if live else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError(
+            message(
+                "ShardedModule",
+                "a copy or a pickle of the module",
+                f"mesh {self.program.mesh.mesh}",
+                "it holds process groups, hooks and a graph of this process",
+                "call autoshard again, or keep state_dict() or full_state_dict()",
+            )
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
+        for tensor in (*self.parameters(), *self.buffers()):
+            before = tensor.detach().flatten()[:0]
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise ShardingError(
+                    message(
+                        "ShardedModule",
+                        "another dtype or device",
+                        f"{before.dtype} on {before.device} -> {after.dtype} on {after.device}",
+                        "the graph was compiled for what the model was, and may name both",
+                        "convert the model, and pass that to autoshard",
+                    )
+                )
+        return super()._apply(fn, recurse)
 
     def _mode(self, program: Program, places: dict[str, tuple[nn.Module, str]]) -> Mode:
         groups = {}
         if self.live:
-            checks.same_program(program, self._device)
-            groups = make_groups(program, self.rank_index, self._groups_by_ranks)
+            assert self._device is not None
+            groups = make_groups(program, self.rank_index, self._groups_by_ranks, self._device)
             self._groups = groups if program is self.program else self._groups
         names = {axes: group.group_name for axes, group in groups.items()}
         place = (program.mesh, self.rank_index, names, self._device)
@@ -177,11 +227,16 @@ class ShardedModule(nn.Module):
         """Train or, with False, evaluate: dropout off, running statistics. Compiles the model in
         that mode on first use; raises ShardingError when it would cut a parameter differently."""
         if mode not in self._modes:
-            program = self._source.program(mode)
+            program = self._compiled(mode)
             self._modes[mode] = self._mode(program, self._shared(program))
         super().train(mode)
         self._enter(mode)
         return self
+
+    def _compiled(self, training: bool) -> Program:
+        if self.live:
+            return checks.everywhere(lambda: self._source.program(training))
+        return self._source.program(training)
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -256,7 +311,8 @@ class ShardedModule(nn.Module):
         if args:
             given = {**self._signature.bind_partial(*args).arguments, **given}
         if not torch.compiler.is_compiling():
-            checks.call(self.running, self._defaults, given)
+            checks.call(self.running, self._signature, given)
+            checks.frozen(self.program, {key: self.tensor(key) for key in self._frozen})
         wanted = self.running.inputs.values()
         updated = self.running.buffer_updates
         # backward reads a buffer as it was: one that this call writes is handed over as a copy
@@ -272,16 +328,20 @@ class ShardedModule(nn.Module):
         return self.structured(results)
 
     def _checked_arguments(self, args: Any, kwargs: Any) -> list[Any]:
-        arguments = self.arguments(args, kwargs)
+        mode = self.running.training
         if not self.live and self.program.mesh.mesh.world_size > 1:
+            self.arguments(args, kwargs)
             raise self._alone()
-        if (
-            self.live
-            and self.running.training not in self._checked
-            and not torch.compiler.is_compiling()
-        ):
-            checks.first_batch(self, arguments[len(self.running.values) :])
-            self._checked.add(self.running.training)
+        if not self.live or mode in self._checked or torch.compiler.is_compiling():
+            return self.arguments(args, kwargs)
+        # the first batch: all ranks tell each other what they think of theirs
+        arguments, error = [], None
+        try:
+            arguments = self.arguments(args, kwargs)
+        except Exception as caught:
+            error = caught
+        checks.first_batch(self, arguments[len(self.running.values) :], error)
+        self._checked.add(mode)
         return arguments
 
     def _alone(self) -> MeshError:
@@ -289,13 +349,18 @@ class ShardedModule(nn.Module):
 
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = self.program.mesh.mesh
+        fits = world == mesh.world_size
         return MeshError(
             message(
                 "ShardedModule",
                 f"mesh {mesh}",
-                f"it has {mesh.world_size} ranks; this world has {world}",
+                f"it has {mesh.world_size} ranks; this world has {world}"
+                if not fits
+                else "the module was made for a MeshSpec",
                 "one rank's part cannot run without the others, and this one has no process group",
-                f"start {mesh.world_size} processes and pass a DeviceMesh, or use verify",
+                "pass the DeviceMesh of this world to autoshard"
+                if fits
+                else f"start {mesh.world_size} processes and pass a DeviceMesh, or use verify",
             )
         )
 
@@ -309,15 +374,7 @@ class ShardedModule(nn.Module):
         """Forward and backward; returns the loss of the global batch, the same on every rank."""
         loss_module = self._running.loss_module
         if loss_module is None:
-            raise CaptureError(
-                message(
-                    "train_step",
-                    "the loss",
-                    f"outputs {self.running.output_names}",
-                    "the model returns no scalar loss",
-                    "give labels in example_inputs, or loss_fn=",
-                )
-            )
+            raise no_loss("train_step", self.running)
         results = loss_module(*self._checked_arguments(args, kwargs))
         updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)
@@ -379,6 +436,44 @@ class ShardedModule(nn.Module):
             whole = self._whole(parameter, self.tensor(key).detach())
             out.update(dict.fromkeys(parameter.names, whole))
         return out
+
+    @torch.no_grad()
+    def load_full_state_dict(
+        self, state: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take this rank's slices out of whole tensors under the model's own names: the inverse of
+        `full_state_dict`, for any mesh. One name of a tied parameter is enough.
+
+        Returns the names missing and those unexpected. Raises ShardingError, before anything is
+        changed, that lists all wrong shapes and, when ``strict``, all such names.
+        """
+        kept = {k: p for k, p in self.program.values.items() if not p.buffer or p.persistent}
+        known = {n: p for p in kept.values() for n in p.names}
+        missing = [p.name for p in kept.values() if not any(n in state for n in p.names)]
+        unexpected = [n for n in state if n not in known]
+        wrong = [
+            f"{n} is {tuple(x.shape)}, not {tuple(known[n].value.shape)}"
+            for n, x in state.items()
+            if n in known and x.shape != known[n].value.shape
+        ]
+        if wrong or (strict and (missing or unexpected)):
+            told = [f"missing {', '.join(missing)}"] if missing else []
+            told += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
+            raise ShardingError(
+                message(
+                    "load_full_state_dict",
+                    "; ".join([*told, *wrong]),
+                    f"got {len(state)} tensors",
+                    "whole tensors under the names of the model's own state_dict() are needed",
+                    "pass full_state_dict() of any mesh, or the model's state_dict()",
+                )
+            )
+        for key, parameter in kept.items():
+            whole = next((state[n] for n in parameter.names if n in state), None)
+            if whole is not None:
+                mesh, rank = self.program.mesh, self.rank_index
+                self.tensor(key).copy_(local_value(parameter, mesh, rank, whole))
+        return missing, unexpected
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient whole, by parameter name; None where there is none."""

@@ -34,7 +34,11 @@ def quietly() -> Iterator[None]:
     """Meanwhile torch logs and prints nothing about a trace that fails: our error says it."""
     loggers = [
         logging.getLogger(name)
-        for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+        for name in (
+            "torch._subclasses.fake_tensor",
+            "torch.fx.experimental.symbolic_shapes",
+            "torch._export.non_strict_utils",
+        )
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -34,14 +34,24 @@ class MeshSpec:
         sizes = {**(sizes or {}), **axes}
         unknown = [name for name in sizes if name not in AXIS_ORDER]
         bad = {n: s for n, s in sizes.items() if not isinstance(s, int) or s < 1}
-        if unknown or bad:
+        if unknown:
             raise MeshError(
                 message(
                     "mesh",
-                    f"axes {', '.join([*unknown, *bad])}",
+                    f"axes {', '.join(unknown)}",
                     f"got {dict(sizes)}",
-                    f"axis names are {', '.join(AXIS_ORDER)} and sizes are positive integers",
-                    "rename or resize these axes",
+                    f"axis names are {', '.join(AXIS_ORDER)}",
+                    "rename these axes",
+                )
+            )
+        if bad:
+            raise MeshError(
+                message(
+                    "mesh",
+                    f"the size of {', '.join(bad)}",
+                    f"got {', '.join(f'{n}={s!r}' for n, s in bad.items())}",
+                    "sizes are positive integers",
+                    "give the number of ranks along the axis, or leave an axis of one out",
                 )
             )
         ordered = tuple((n, sizes[n]) for n in AXIS_ORDER if n in sizes)
@@ -78,7 +88,17 @@ class MeshSpec:
             return MeshSpec.parse(mesh)
         if isinstance(mesh, dict):
             return MeshSpec(mesh)
-        names = getattr(mesh, "mesh_dim_names", None)
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise MeshError(
+                message(
+                    "mesh",
+                    "its type",
+                    f"got {type(mesh).__name__} {mesh!r:.80}",
+                    "it must be a DeviceMesh, a MeshSpec, a dict or text",
+                    'write e.g. MeshSpec(dp=2, tp=2), {"dp": 2, "tp": 2} or "dp=2,tp=2"',
+                )
+            )
+        names = mesh.mesh_dim_names
         if not names:
             raise MeshError(
                 message(

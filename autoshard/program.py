@@ -82,6 +82,7 @@ class Program:
     dynamic: str
     mesh: SubMesh
     training: bool = True
+    wrong_loss: str = ""  # why none of the outputs could be taken for the loss
     dims: dict[fx.Node, Any] = field(default_factory=dict)
     typings: dict[fx.Node, Any] = field(default_factory=dict)  # what each op's rule states
     layouts: dict[fx.Node, Any] = field(default_factory=dict)

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.axes import atoms
 from autoshard.capture import bind_inputs, data_ranks
-from autoshard.emit import ShardedModule, loss_graph
+from autoshard.emit import ShardedModule, local_value, loss_graph
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.inputs import find_inputs
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MeshSpec
+from autoshard.objective import no_loss
 from autoshard.outputs import tensors_of
-from autoshard.program import Program, module_path
+from autoshard.program import Parameter, Program, module_path
 from autoshard.runtime import gather, rng
 from autoshard.simulate import simulate
 
@@ -110,6 +111,16 @@ class Report:
         difference = float("inf") if difference != difference else difference
         self.rows.append(Row(kind, name, difference, expected.abs().max().item()))
 
+    def add_all(self, kind: str, name: str, pairs: list[tuple[Any, Any]]) -> None:
+        """Compare what every rank holds; one row, of the rank that is furthest off."""
+        ranks = Report(self.mesh)
+        for r, (got, expected) in enumerate(pairs):
+            ranks.add(kind, f"{name} rank {r}", got, expected)
+        if not ranks.rows:
+            return
+        worst = _worst(ranks.rows)
+        self.rows.append(Row(kind, name, *_numbers(worst)) if worst.ok else worst)
+
     def table(self, only_failures: bool = False, limit: int | None = None) -> str:
         """The rows as text. Beyond ``limit`` rows, rows that agree are folded into one for each
         kind (what is compared, in which step), the one with the largest difference."""
@@ -143,11 +154,15 @@ def _folded(rows: list[Row]) -> list[Row]:
         kinds.setdefault(row.kind if row.ok else row.what, []).append(row)
     out = []
     for kind, same in kinds.items():
-        worst = max(same, key=lambda r: r.difference / max(r.magnitude, FLOOR / RELATIVE))
+        worst = _worst(same)
         if len(same) > 1:
             worst = Row(f"{len(same)} x {kind},", f"worst {worst.name}", *_numbers(worst))
         out.append(worst)
     return out
+
+
+def _worst(rows: list[Row]) -> Row:
+    return max(rows, key=lambda r: r.difference / max(r.magnitude, FLOOR / RELATIVE))
 
 
 def _numbers(row: Row) -> tuple[float, float]:
@@ -208,6 +223,18 @@ def verify(
         raise_precision=True,
     )
     program = source.program(reference.training)
+    if program.wrong_loss:
+        raise no_loss("verify", program)
+    if not any(p.trainable for p in program.values.values()):
+        raise CaptureError(
+            message(
+                "verify",
+                type(model).__name__,
+                f"{len(program.parameters())} parameters in use, none of them trainable",
+                "there is nothing to train and compare",
+                "give a model with parameters that require gradients",
+            )
+        )
     _divides(program, batch)
     _is_determined(program)
     ranks = [ShardedModule(program, r, False, source) for r in range(spec.world_size)]
@@ -217,7 +244,7 @@ def verify(
     theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
     for step in range(steps):
         seed = torch.get_rng_state()
-        expected = _reference_step(reference, batch, loss_fn)
+        expected = _reference_step(reference, batch, loss_fn, program)
         torch.set_rng_state(seed)
         _compare_step(report, program, ranks, batch, reference, expected, step)
         norm = nn.utils.clip_grad_norm_(
@@ -307,10 +334,23 @@ def _double_model(model: nn.Module) -> nn.Module:
                 "build a small model of the same kind on the CPU",
             )
         )
-    return copy.deepcopy(model).double()
+    try:
+        return copy.deepcopy(model).double()
+    except RuntimeError as error:  # as by torch.nn.utils.weight_norm, which keeps computed weights
+        raise CaptureError(
+            message(
+                "verify",
+                type(model).__name__,
+                str(error)[:200],
+                "verify trains a deep copy of the model, and this one cannot be copied",
+                "use torch.nn.utils.parametrizations (weight_norm, ...) in place of nn.utils",
+            )
+        ) from error
 
 
-def _reference_step(model: nn.Module, batch: dict[str, Any], loss_fn: Any) -> dict[str, Any]:
+def _reference_step(
+    model: nn.Module, batch: dict[str, Any], loss_fn: Any, program: Program
+) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
     own = {k: v for k, v in batch.items() if loss_fn is None or k in names}
     with _Float64():
@@ -320,11 +360,8 @@ def _reference_step(model: nn.Module, batch: dict[str, Any], loss_fn: Any) -> di
             extra = {k: v for k, v in batch.items() if k not in names}
             named = {"loss": loss_fn(out, **extra), **named}
         flat = dict(zip(_names(named), pytree.tree_leaves(named), strict=True))
-        loss = next((v for k, v in flat.items() if k == "loss"), None)
-        if loss is None:
-            scalars = [v for v in flat.values() if v.ndim == 0 and v.is_floating_point()]
-            loss = scalars[0] if scalars else None
-        _objective(flat, loss).backward()
+        at = program.loss
+        _objective(flat, None if at is None else flat[program.output_names[at]]).backward()
     return flat
 
 
@@ -380,9 +417,9 @@ def _compare_step(
         named = dict(model.named_parameters())
         for key, parameter in program.parameters().items():
             reference = next(named[n] for n in parameter.names if n in named)
-            locals_ = [m.tensor(key).grad for m in ranks]
-            got = None if locals_[0] is None else assemble(program, key, locals_)
-            report.add(f"step {step} gradient", parameter.name, got, reference.grad)
+            got = [m.tensor(key).grad for m in ranks]
+            pairs = _beside(program, parameter, got, reference.grad)
+            report.add_all(f"step {step} gradient", parameter.name, pairs)
 
 
 def _compare_outputs(
@@ -401,18 +438,22 @@ def _compare_outputs(
             for r, result in enumerate(results):
                 report.add(f"step {step} output {name}", f"rank {r}", result[i], expected[name])
             continue
-        first = mesh.peers(0, cut)
         axis, dims = layout[cut[0]], program.dims[output.args[0][i]]
         at = next(d for d, dim in enumerate(dims) if axis in set(atoms(dim)))
-        whole = torch.cat([results[r][i] for r in first], at)
-        report.add(f"step {step} output", name, whole, expected[name])
+        groups = {tuple(mesh.peers(r, cut)) for r in range(len(results))}
+        wholes = [torch.cat([results[r][i] for r in group], at) for group in sorted(groups)]
+        pairs = [(whole, expected[name]) for whole in wholes]
+        report.add_all(f"step {step} output", name, pairs)
 
 
 def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
     """What the buckets do on live ranks."""
     for key, parameter in program.parameters().items():
-        if not parameter.trainable or ranks[0].tensor(key).grad is None:
+        tensors = [m.tensor(key) for m in ranks]
+        if not parameter.trainable or all(t.grad is None for t in tensors):
             continue
+        for tensor in tensors:
+            tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for piece in gather.reductions(parameter, program.mesh):
             done: set[int] = set()
             for r in range(len(ranks)):
@@ -426,11 +467,13 @@ def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
                     view.copy_(total)
 
 
-def assemble(program: Program, key: str, locals_: list[torch.Tensor]) -> torch.Tensor:
-    """A whole tensor from every rank's slice."""
-    parameter = program.values[key]
-    pieces = [gather.place(parameter, x, program.mesh, r) for r, x in enumerate(locals_)]
-    return torch.stack(pieces).sum(0)
+def _beside(
+    program: Program, parameter: Parameter, held: list[Any], whole: torch.Tensor | None
+) -> list[tuple[Any, Any]]:
+    """What every rank holds of a parameter or gradient, with what it should hold."""
+    if whole is None:
+        return [(local, None) for local in held]
+    return [(local, local_value(parameter, program.mesh, r, whole)) for r, local in enumerate(held)]
 
 
 @torch.no_grad()
@@ -440,7 +483,7 @@ def _compare_parameters(
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     for key, parameter in program.values.items():
         names = [n for n in parameter.names if n in state]
-        if names and parameter.value.is_floating_point():
-            got = assemble(program, key, [m.tensor(key).detach() for m in ranks])
+        if names:
+            pairs = _beside(program, parameter, [m.tensor(key) for m in ranks], state[names[0]])
             kind = "buffer" if parameter.buffer else "parameter"
-            report.add(f"{kind} after the steps", parameter.name, got, state[names[0]])
+            report.add_all(f"{kind} after the steps", parameter.name, pairs)

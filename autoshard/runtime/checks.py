@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.axes import Axis, leaves
-from autoshard.errors import CaptureError, MeshError, message
+from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.mesh import DATA_AXES
@@ -18,18 +20,21 @@ from autoshard.program import Program
 from autoshard.rules import op_name
 from autoshard.runtime import rng
 
+#: Integers as wide as an element.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-def call(program: Program, defaults: dict[str, Any], given: dict[str, Any]) -> None:
-    """Inputs by name: all there, of the captured sizes, and what is no tensor as captured.
 
-    ``defaults``: those of the model's forward. Raises CaptureError that lists all that is wrong.
+def call(program: Program, takes: inspect.Signature, given: dict[str, Any]) -> None:
+    """Inputs by name: all there, of the captured types and sizes; what is no tensor as captured.
+
+    ``takes``: what the model's forward takes. Raises CaptureError that lists all that is wrong.
     """
     wanted = list(program.inputs.values())
     wrong = [
         *(f"{n} is missing" for n in wanted if not isinstance(given.get(n), torch.Tensor)),
-        *(_unknown(program, defaults, n, v) for n, v in given.items() if n not in wanted),
+        *(_unknown(program, takes, n, v) for n, v in given.items() if n not in wanted),
     ]
-    wrong = [text for text in wrong if text] or _sizes(program, given)
+    wrong = [text for text in wrong if text] or _types(program, given) or _sizes(program, given)
     if wrong:
         raise CaptureError(
             message(
@@ -42,13 +47,49 @@ def call(program: Program, defaults: dict[str, Any], given: dict[str, Any]) -> N
         )
 
 
-def _unknown(program: Program, defaults: dict[str, Any], name: str, value: Any) -> str:
+def frozen(program: Program, tensors: dict[str, torch.Tensor]) -> None:
+    """Parameters captured as frozen must be frozen still. ``tensors``: the local ones of these, by
+    placeholder. Raises ShardingError that names those that are not."""
+    thawed = [program.values[k].name for k, tensor in tensors.items() if tensor.requires_grad]
+    if thawed:
+        raise ShardingError(
+            message(
+                "ShardedModule",
+                f"parameters {', '.join(thawed)}",
+                "they require gradients now",
+                "they were frozen when the model was compiled: nothing reduces their gradients",
+                "pass the model with them trainable to autoshard, and freeze them afterwards",
+            )
+        )
+
+
+def _unknown(program: Program, takes: inspect.Signature, name: str, value: Any) -> str:
+    known = takes.parameters
+    if name not in known and all(p.kind is not p.VAR_KEYWORD for p in known.values()):
+        return f"forward takes no {name}"
     if isinstance(value, torch.Tensor):
-        return f"{name} is unknown"
-    captured = program.constants.get(name, defaults.get(name))
+        return f"{name} is unknown: it was no tensor when captured"
+    captured = program.constants.get(name, known[name].default if name in known else None)
     if value is captured or value == captured:
         return ""
     return f"{name}={value!r} was captured as {captured!r}"
+
+
+def _types(program: Program, given: dict[str, Any]) -> list[str]:
+    """Inputs without values, or of another kind of number than the graph was made for."""
+    wrong = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = program.inputs.get(node.name, "")
+        if not name:
+            continue
+        got, expected = given[name].dtype, node.meta["val"].dtype
+        whole = [not t.is_floating_point and not t.is_complex for t in (got, expected)]
+        integers = all(whole) and torch.bool not in (got, expected)
+        if given[name].is_meta:
+            wrong.append(f"{name} is on the meta device")
+        elif got != expected and not integers:
+            wrong.append(f"{name} is {got}, captured as {expected}")
+    return wrong
 
 
 def _sizes(program: Program, given: dict[str, Any]) -> list[str]:
@@ -92,63 +133,147 @@ def _generator_state(device: torch.device) -> float:
     return float((state * torch.arange(1, state.numel() + 1)).sum())
 
 
-def same_program(program: Program, device: torch.device | None) -> None:
-    """All ranks must have compiled the same graph: compared before the first process group is made.
-    Raises MeshError on every rank."""
+def everywhere(compile_: Callable[[], Program]) -> Program:
+    """``compile_()`` on a live mesh, once all ranks have compiled one graph from one set of values.
+
+    Ranks tell each other before the first process group is made, so that none waits for one that
+    failed. Raises a rank's own error on that rank, and on every other a MeshError that quotes it;
+    and a MeshError on every rank when graphs or initial values differ.
+    """
     import torch.distributed as dist
 
-    if program.mesh.mesh.world_size == 1:
-        return
-    held = [
-        (p.names, tuple(p.value.shape), describe_layout(p.layout)) for p in program.values.values()
-    ]
-    ops = [(n.name, op_name(n.target), n.args) for n in program.graph.nodes]
-    text = str((program.mesh, program.training, held, [str(op) for op in ops]))
-    text = re.sub(r", index=\d+", "", text)  # every rank has a device of its own
-    mine = torch.tensor([zlib.crc32(text.encode())], device=device)
-    everyone = [torch.zeros_like(mine) for _ in range(program.mesh.mesh.world_size)]
-    dist.all_gather(everyone, mine)
-    others = [r for r, other in enumerate(everyone) if int(other) != int(everyone[0])]
+    try:
+        program, error = compile_(), None
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        program, error = None, caught
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return program  # type: ignore[return-value]
+    sums = _value_sums(program) if program else {}
+    mine = (_text(error), _fingerprint(program) if program else 0, _crc(sums))
+    everyone = _exchange(mine)
+    _raise_errors("autoshard", [text for text, _, _ in everyone], error)
+    assert program is not None  # or this rank's error was raised
+    others = [r for r, told in enumerate(everyone) if told[1] != everyone[0][1]]
     if others:
         raise MeshError(
             message(
                 "autoshard",
                 "the compiled graph",
-                f"ranks {', '.join(map(str, others[:8]))} have another one than rank 0",
+                f"ranks {_some(others)} have another one than rank 0",
                 "every rank must issue the same collectives in the same order, from one model",
                 "give every rank the same model, example input shapes, options and versions",
             )
         )
+    others = [r for r, told in enumerate(everyone) if told[2] != everyone[0][2]]
+    if others:
+        theirs = _exchange(sums)
+        names = [n for n in sums if any(theirs[r][n] != theirs[0][n] for r in others)]
+        raise MeshError(
+            message(
+                "autoshard",
+                f"the values of {_some(names)}",
+                f"ranks {_some(others)} have others than rank 0",
+                "all ranks must start from the same weights and tables",
+                "call torch.manual_seed with one seed before the model is built, or load the same "
+                "checkpoint on every rank",
+            )
+        )
+    return program
 
 
-def first_batch(module: Any, inputs: list[torch.Tensor]) -> None:
-    """Ranks of one data coordinate must hold the same batch; where the graph draws random numbers,
-    all ranks the same state of torch's generator. Compared once, before step 1. Raises MeshError on
-    every rank."""
+def _exchange(mine: Any) -> list[Any]:
+    """What every rank gives, by rank."""
     import torch.distributed as dist
 
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _text(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"[:2000]
+
+
+def _some(items: list[Any]) -> str:
+    more = f" and {len(items) - 8} more" if len(items) > 8 else ""
+    return ", ".join(map(str, items[:8])) + more
+
+
+def _raise_errors(who: str, texts: list[str], own: Exception | None) -> None:
+    """Raise this rank's error, or one that quotes that of another rank."""
+    if own is not None:
+        raise own
+    failed = [r for r, text in enumerate(texts) if text]
+    if failed:
+        raise MeshError(
+            message(
+                who,
+                f"rank{'s' if len(failed) > 1 else ''} {_some(failed)}",
+                f"rank {failed[0]} raised {texts[failed[0]]}",
+                "no rank can go on without the others",
+                "see that error",
+            )
+        )
+
+
+def _fingerprint(program: Program) -> int:
+    """A number that tells compiled graphs apart."""
+    held = [
+        (p.names, tuple(p.value.shape), p.value.dtype, p.value.is_meta, describe_layout(p.layout))
+        for p in program.values.values()
+    ]
+    ops = [(n.name, op_name(n.target), n.args) for n in program.graph.nodes]
+    text = str((program.mesh, program.training, held, [str(op) for op in ops]))
+    return _crc(re.sub(r", index=\d+", "", text))  # every rank has a device of its own
+
+
+def _crc(value: Any) -> int:
+    return zlib.crc32(str(value).encode())
+
+
+@torch.no_grad()
+def _value_sums(program: Program) -> dict[str, int]:
+    """The sum of the bits of every value, by name. Meta tensors have none: they are filled alike
+    on all ranks later."""
+    sums = {}
+    for parameter in program.values.values():
+        value = parameter.value.detach()
+        if value.is_meta or value.layout is not torch.strided:
+            continue
+        value = torch.view_as_real(value) if value.is_complex() else value
+        bits = value.view(_BITS[value.element_size()])
+        sums[parameter.name] = bits.sum(dtype=torch.int64)
+    return {name: int(each) for name, each in sums.items()}
+
+
+def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:
+    """Ranks of one data coordinate must hold the same batch; where the graph draws random numbers,
+    all ranks the same state of torch's generator. Compared once, before step 1. ``error``: what
+    this rank's own check of the call raised. Raises that, or MeshError, on every rank."""
     program, mesh = module.running, module.program.mesh.mesh
     if mesh.world_size == 1:
+        if error is not None:
+            raise error
         return
-    sums = []
+    sums: list[float] = []
     for x in inputs:
         weights = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
         values = x.detach().flatten().double().nan_to_num()
         sums += [float(x.numel()), float((values * weights).sum())]
-    draws = any(
-        n.target is rng.draw for n in program.graph.find_nodes(op="call_function", target=rng.draw)
-    )
-    sums.append(_generator_state(inputs[0].device) if draws else 0.0)
-    mine = torch.tensor(sums, device=inputs[0].device, dtype=torch.float64)
-    everyone = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
-    dist.all_gather(everyone, mine)
+    draws = bool(program.graph.find_nodes(op="call_function", target=rng.draw))
+    sums.append(_generator_state(inputs[0].device) if draws and inputs else 0.0)
+    told = _exchange((_text(error), sums))
+    _raise_errors("the first batch", [text for text, _ in told], error)
+    everyone = [sums for _, sums in told]
     others = [a for a in mesh.names if a not in DATA_AXES]
     first: dict[Any, int] = {}
     for r, sums_of_r in enumerate(everyone):
         position = mesh.coordinate(r)
         key = tuple(position.get(a, 0) for a in DATA_AXES)
         same = first.setdefault(key, r)
-        if not torch.equal(everyone[same][:-1], sums_of_r[:-1]):
+        if everyone[same][:-1] != sums_of_r[:-1]:
             raise MeshError(
                 message(
                     "the first batch",
