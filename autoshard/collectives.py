@@ -3,23 +3,12 @@
 Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names the mesh axes until
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
 cut and ``size`` its whole size (where they matter). Pieces are those of ``torch.chunk``: the last
-may be short, and is padded on the wire only.
-
-| kind | from -> to | forward | backward |
-|---|---|---|---|
-| replicate | I -> R | nothing | all-reduce |
-| all_reduce | P -> I | all-reduce | nothing |
-| all_reduce_replicate | P -> R | all-reduce | all-reduce |
-| reduce_scatter | P -> S | reduce-scatter | all-gather |
-| all_gather | S -> R | all-gather | reduce-scatter |
-| all_gather_invariant | S -> I | all-gather | slice |
-| shard | I -> S | slice | all-gather |
-| shard_replicated | R -> S | slice | pad with zeros |
-| invariant | R -> I | nothing | zero except on the first rank |
+may be short, and is padded on the wire only. `TABLE` says which conversions there are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +29,34 @@ class Link:
     index: int
 
 
-#: kind -> (forward primitive, backward primitive)
-KINDS = {
-    "replicate": ("identity", "sum"),
-    "all_reduce": ("sum", "identity"),
-    "all_reduce_replicate": ("sum", "sum"),
-    "reduce_scatter": ("scatter_sum", "gather"),
-    "all_gather": ("gather", "scatter_sum"),
-    "all_gather_invariant": ("gather", "slice"),
-    "shard": ("slice", "gather"),
-    "shard_replicated": ("slice", "unslice"),
-    "invariant": ("identity", "first"),
+@dataclass(frozen=True)
+class Kind:
+    """A conversion from one state of a layout to another (``S``: cut), and the primitives that do
+    it forward and that turn its gradient back."""
+
+    source: str
+    target: str
+    forward: str
+    backward: str
+
+
+TABLE = {
+    "replicate": Kind("I", "R", "identity", "sum"),
+    "all_reduce": Kind("P", "I", "sum", "identity"),
+    "all_reduce_replicate": Kind("P", "R", "sum", "sum"),
+    "reduce_scatter": Kind("P", "S", "scatter_sum", "gather"),
+    "all_gather": Kind("S", "R", "gather", "scatter_sum"),
+    "all_gather_invariant": Kind("S", "I", "gather", "slice"),
+    "shard": Kind("I", "S", "slice", "gather"),
+    "shard_replicated": Kind("R", "S", "slice", "unslice"),
+    "invariant": Kind("R", "I", "identity", "first"),
 }
+
+#: kind -> (forward primitive, backward primitive)
+KINDS = {name: (kind.forward, kind.backward) for name, kind in TABLE.items()}
+
+#: What the primitives that send anything are on the wire.
+ON_WIRE = {"sum": "all_reduce", "gather": "all_gather", "scatter_sum": "reduce_scatter"}
 
 
 def _identity(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
@@ -132,40 +137,35 @@ class _Convert(torch.autograd.Function):
         return PRIMITIVES[KINDS[kind][1]](grad, link, dim, size), None, None, None, None
 
 
-def replicate(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
-    return _Convert.apply(x, "replicate", link, dim, size)
+DOES = {
+    "identity": "nothing",
+    "sum": "the sum over the ranks",
+    "gather": "the ranks' pieces put together",
+    "scatter_sum": "this rank's piece of the sum",
+    "slice": "this rank's piece",
+    "unslice": "the piece among zeros",
+    "first": "the first rank's, zero elsewhere",
+}
 
 
-def all_reduce(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
-    return _Convert.apply(x, "all_reduce", link, dim, size)
+def _function(name: str) -> Callable[..., torch.Tensor]:
+    """The conversion as a function that graphs call, print and pickle by its name."""
+    kind = TABLE[name]
+
+    def convert(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
+        return _Convert.apply(x, name, link, dim, size)
+
+    convert.__name__ = convert.__qualname__ = name
+    convert.__doc__ = (
+        f"{kind.source} -> {kind.target}: {DOES[kind.forward]}; "
+        f"of the gradient: {DOES[kind.backward]}."
+    )
+    return convert
 
 
-def all_reduce_replicate(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
-    return _Convert.apply(x, "all_reduce_replicate", link, dim, size)
-
-
-def reduce_scatter(x: torch.Tensor, link: Any, dim: int, size: int) -> torch.Tensor:
-    return _Convert.apply(x, "reduce_scatter", link, dim, size)
-
-
-def all_gather(x: torch.Tensor, link: Any, dim: int, size: int) -> torch.Tensor:
-    return _Convert.apply(x, "all_gather", link, dim, size)
-
-
-def all_gather_invariant(x: torch.Tensor, link: Any, dim: int, size: int) -> torch.Tensor:
-    return _Convert.apply(x, "all_gather_invariant", link, dim, size)
-
-
-def shard(x: torch.Tensor, link: Any, dim: int, size: int) -> torch.Tensor:
-    return _Convert.apply(x, "shard", link, dim, size)
-
-
-def shard_replicated(x: torch.Tensor, link: Any, dim: int, size: int) -> torch.Tensor:
-    return _Convert.apply(x, "shard_replicated", link, dim, size)
-
-
-def invariant(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
-    return _Convert.apply(x, "invariant", link, dim, size)
+#: function -> kind; each is an attribute of this module too
+CONVERSIONS = {_function(name): name for name in TABLE}
+globals().update({name: function for function, name in CONVERSIONS.items()})
 
 
 def all_reduce_max(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> torch.Tensor:
@@ -200,7 +200,6 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return _ScaleGradient.apply(x, factor)
 
 
-CONVERSIONS = {globals()[kind]: kind for kind in KINDS}
 LOCAL = (local_size, local_start)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 
 from autoshard.axes import Axis, leaves
+from autoshard.collectives import ON_WIRE, TABLE
 from autoshard.layout import cut_axes
 from autoshard.mesh import SubMesh
 from autoshard.program import Conversion, Parameter
@@ -15,17 +16,9 @@ from autoshard.runtime.gather import Piece
 
 #: What each conversion does on the wire, forward and backward.
 WIRE = {
-    "replicate": ("", "all_reduce"),
-    "all_reduce": ("all_reduce", ""),
-    "all_reduce_replicate": ("all_reduce", "all_reduce"),
-    "reduce_scatter": ("reduce_scatter", "all_gather"),
-    "all_gather": ("all_gather", "reduce_scatter"),
-    "all_gather_invariant": ("all_gather", ""),
-    "shard": ("", "all_gather"),
-    "shard_replicated": ("", ""),
-    "invariant": ("", ""),
-    "all_reduce_max": ("all_reduce", ""),
-}
+    name: (ON_WIRE.get(kind.forward, ""), ON_WIRE.get(kind.backward, ""))
+    for name, kind in TABLE.items()
+} | {"all_reduce_max": ("all_reduce", "")}
 
 
 def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:

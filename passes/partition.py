@@ -34,11 +34,11 @@ from autoshard.runtime import rng
 
 aten = torch.ops.aten
 
+#: The conversions between whole states, by these.
 CONVERSION_KIND = {
-    (I, R): "replicate",
-    (P, I): "all_reduce",
-    (P, R): "all_reduce_replicate",
-    (R, I): "invariant",
+    (kind.source, kind.target): name
+    for name, kind in collectives.TABLE.items()
+    if "S" not in (kind.source, kind.target)
 }
 
 
@@ -525,7 +525,10 @@ class Partitioner:
             if cut_axes(layout, axis) != cut_axes(target, axis):
                 node = self._cut(node, value, layout, axis, cut_axes(target, axis))
         steps = [m for m in self.axes if not _same(layout[m], target[m])]
-        return self._change(node, value, layout, target, steps)
+        node = self._change(node, value, layout, target, steps)
+        if node is not value.node:
+            self.dims[node], self.layouts[node] = value.dims, layout
+        return node
 
     def _gather(
         self, node: fx.Node, value: Value, layout: Layout, target: Layout, axis: Axis

@@ -328,12 +328,12 @@ def refusal(call) -> str:
     return ""
 
 
-def differing_model(mesh, rank: int) -> str:
+def differing_model(mesh, rank: int) -> list[str]:
     """One rank builds another model."""
     from autoshard import autoshard
 
     model = hw.GPT(ffn=96 if dist.get_rank() == rank else 64)
-    return refusal(lambda: autoshard(model, mesh, example_inputs=hw.tokens()))
+    return [refusal(lambda: autoshard(model, mesh, example_inputs=hw.tokens()))]
 
 
 def differing_seed(mesh) -> tuple[str, str]:
@@ -343,9 +343,100 @@ def differing_seed(mesh) -> tuple[str, str]:
     out = []
     for seed in (0, dist.get_rank()):
         torch.manual_seed(7)
-        model, inputs = tiny("gpt2", resid_pdrop=0.1), batch()
+        model, inputs = tiny("gpt2"), batch()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
         sharded = autoshard(model, mesh, example_inputs=inputs)
         torch.manual_seed(seed)
         rows = local_rows(mesh, inputs)
         out.append(refusal(lambda module=sharded, given=rows: module.train_step(**given)))
     return out[0], out[1]
+
+
+def failing_capture(mesh, rank: int) -> list[str]:
+    """One rank's model cannot be captured."""
+    from autoshard import autoshard
+
+    model = hw.Branching() if dist.get_rank() == rank else hw.MLP()
+    return [refusal(lambda: autoshard(model, mesh, example_inputs=hw.vectors(4, 32)))]
+
+
+def differing_weights(mesh, rank: int) -> list[str]:
+    """One rank's weights are others."""
+    from autoshard import autoshard
+
+    torch.manual_seed(0)
+    model = hw.MLP()
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            list(model.parameters())[-1].add_(1)
+    return [refusal(lambda: autoshard(model, mesh, example_inputs=hw.vectors(4, 32)))]
+
+
+def refused_batch(mesh, rank: int) -> tuple[str, bool]:
+    """One rank's first batch is not what was captured; whether a right one then trains."""
+    from autoshard import autoshard
+
+    torch.manual_seed(0)
+    inputs = hw.vectors(4, 32)
+    sharded = autoshard(hw.MLP(), mesh, example_inputs=inputs)
+    given = dict(inputs)
+    if dist.get_rank() == rank:
+        given["x"] = given["x"].double()
+    text = refusal(lambda: sharded.train_step(**given))
+    return text, bool(sharded.train_step(**inputs).isfinite())
+
+
+def restore(mesh) -> dict[str, Any]:
+    """A state saved on one mesh and loaded on another, whose model had other weights."""
+    from autoshard import autoshard
+
+    states = []
+    line = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for seed, where in enumerate((mesh, line)):
+        torch.manual_seed(seed)
+        sharded = autoshard(tiny("gpt2"), where, example_inputs=batch())
+        if states:
+            sharded.load_full_state_dict(states[0])
+        states.append(detached(sharded.full_state_dict()))
+    return {"saved": states[0], "loaded": states[1]}
+
+
+# --- a rank that stops ---
+
+
+def stuck(folder: Path, seconds: int) -> list[tuple[float, str]]:
+    """Two data ranks, of which the second stops after a step: per rank how long it waited in the
+    next one, and what ended that."""
+    torch.multiprocessing.spawn(_stuck_rank, (str(folder), seconds), nprocs=2)
+    return [torch.load(folder / f"stuck{rank}.pt") for rank in range(2)]
+
+
+def _stuck_rank(rank: int, folder: str, seconds: int) -> None:
+    from autoshard import autoshard
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=seconds),
+    )
+    line = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    inputs = hw.vectors(4, 32)
+    sharded = autoshard(hw.MLP(), line, example_inputs=inputs)
+    sharded.train_step(**inputs)
+    began, error = time.monotonic(), ""
+    while rank == 1 and not Path(f"{folder}/stuck0.pt").exists():
+        time.sleep(0.1)
+        if time.monotonic() - began > 10 * seconds:
+            break
+    if rank == 0:
+        try:
+            sharded.train_step(**inputs)
+        except RuntimeError as caught:
+            error = str(caught)
+    torch.save((time.monotonic() - began, error), f"{folder}/stuck{rank}.pt")

@@ -222,6 +222,39 @@ def test_a_model_may_use_the_names_of_the_module():
     assert sharded.full_state_dict().keys() == model.state_dict().keys()
 
 
+NAMES = (
+    "reducer program rank code tensor running train_step live _reducer _modes _checked _places"
+    " _running _source _training _constants"
+).split()
+
+
+def test_a_model_may_use_the_names_of_the_modules_own_state(mesh_of_one):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in NAMES:
+                setattr(self, name, nn.Linear(4, 4))
+
+        def forward(self, x):
+            for name in NAMES:
+                x = torch.relu(x + getattr(self, name)(x))
+            return (x**2).mean()
+
+    model, x = Named(), torch.ones(3, 4)
+    sharded = autoshard(model, mesh_of_one, {"x": x})
+    names = {name for name, _ in model.named_parameters()}
+    assert {name for name, _ in sharded.named_parameters()} == names
+    assert torch.equal(sharded.train_step(x), model(x).detach())
+    assert {n for n, g in sharded.full_gradients().items() if g is not None} == names
+    assert torch.equal(sharded.eval()(x), model(x))
+    assert torch.equal(sharded.train().train_step(x), model(x).detach())
+
+
+def test_nothing_is_logged_about_a_batch_of_one_row(capfd):
+    autoshard(hw.MLP(), ONE, hw.vectors(1, 32))
+    assert capfd.readouterr().err == ""
+
+
 # --- models on the meta device ---
 
 

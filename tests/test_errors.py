@@ -1,6 +1,8 @@
 """Errors say who, which tensor, the values, why, and what to change: tested for those words."""
 
+import copy
 import inspect
+import pickle
 import re
 from datetime import timedelta
 
@@ -54,6 +56,19 @@ def test_mesh_axis_of_no_ranks(size):
     with pytest.raises(MeshError) as error:
         autoshard(hw.MLP(), {"tp": size}, example_inputs=hw.vectors(4, 32))
     says(error, "tp", str(abs(size)), "positive", "fix:")
+    assert "axis names" not in str(error.value)
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(MeshError) as error:
+        autoshard(hw.MLP(), 4, example_inputs=hw.vectors(4, 32))
+    says(error, "int 4", "DeviceMesh", "MeshSpec", "fix:")
+
+
+def test_what_is_no_model():
+    with pytest.raises(CaptureError) as error:
+        autoshard(hw.MLP, {"tp": 2}, example_inputs=hw.vectors(4, 32))
+    says(error, "the model", "Module", "fix:")
 
 
 @pytest.fixture
@@ -70,6 +85,15 @@ def test_mesh_larger_than_the_world(world_of_one):
     with pytest.raises(MeshError) as error:
         autoshard(hw.MLP(), {"dp": 2, "tp": 2}, example_inputs=inputs).train_step(**inputs)
     says(error, "4", "1", "world", "fix:")
+
+
+def test_a_mesh_spec_in_a_world_of_its_size(world_of_one, monkeypatch):
+    inputs = hw.vectors(4, 32)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(MeshError) as error:
+        autoshard(hw.MLP(), {"dp": 2, "tp": 2}, example_inputs=inputs).train_step(**inputs)
+    says(error, "made for a MeshSpec", "pass the DeviceMesh")
+    assert "this world has 4" not in str(error.value)
 
 
 def test_device_mesh_without_names(world_of_one):
@@ -183,3 +207,172 @@ def test_a_call_that_is_not_what_was_captured(change, words):
     with pytest.raises(CaptureError) as error:
         sharded(**{**batch(), **change})
     says(error, *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(4, 32, dtype=torch.float64)}, ("x is torch.float64", "torch.float32")),
+        ({"x": torch.zeros(4, 32, dtype=torch.long)}, ("x is torch.int64", "torch.float32")),
+        ({"x": torch.zeros(4, 32, device="meta")}, ("x is on the meta device",)),
+        ({"foo": 1}, ("forward takes no foo",)),
+    ],
+)
+def test_a_call_with_other_types_than_captured(change, words):
+    inputs = hw.vectors(4, 32)
+    sharded = autoshard(hw.MLP(), {"tp": 1}, example_inputs=inputs)
+    with pytest.raises(CaptureError) as error:
+        sharded.train_step(**{**inputs, **change})
+    says(error, *words)
+
+
+def test_ids_that_are_floats():
+    inputs = hw.tokens()
+    sharded = autoshard(hw.GPT(), {"tp": 1}, example_inputs=inputs)
+    with pytest.raises(CaptureError) as error:
+        sharded(**{**inputs, "ids": inputs["ids"].float()})
+    says(error, "ids is torch.float32", "torch.int64")
+
+
+def test_no_tensor_among_the_inputs():
+    with pytest.raises(CaptureError) as error:
+        autoshard(hw.MLP(), {"tp": 1}, example_inputs={"x": 1, "target": None})
+    says(error, "x=1", "tensor", "fix:")
+
+
+# --- the loss ---
+
+
+class Scalars(torch.nn.Module):
+    """Returns what ``outputs(h)`` makes of a hidden value, by name."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.layer, self.outputs = torch.nn.Linear(8, 8), outputs
+
+    def forward(self, x):
+        return self.outputs(self.layer(x))
+
+
+X = {"x": torch.ones(4, 8)}
+NO_LOSS = {
+    "several": (
+        lambda h: {"first": h.sum(), "second": (h**2).mean()},
+        ("first", "second", "none is called loss"),
+    ),
+    "no scalar": (lambda h: {"loss": (h**2).mean(-1)}, ("output loss", "scalar")),
+    "detached": (lambda h: {"loss": h.mean().detach(), "other": h.sum()}, ("loss", "trainable")),
+}
+
+
+@pytest.mark.parametrize(("outputs", "words"), NO_LOSS.values(), ids=NO_LOSS)
+def test_a_loss_that_cannot_be_told(outputs, words):
+    for call in (
+        lambda: autoshard(Scalars(outputs), {"dp": 1}, X).train_step(**X),
+        lambda: verify(Scalars(outputs), {"dp": 2}, X),
+    ):
+        with pytest.raises(CaptureError) as error:
+            call()
+        says(error, *words)
+
+
+def test_a_metric_is_not_taken_for_the_loss():
+    def outputs(h):
+        return (h > 0).float().mean(), h.mean().detach(), (h**2).mean()
+
+    model = Scalars(outputs)
+    loss = autoshard(model, {"dp": 1}, X).train_step(**X)
+    assert torch.equal(loss, model(**X)[2])
+    assert verify(model, {"dp": 2}, X, steps=1).ok
+
+
+# --- what is done to the module afterwards ---
+
+
+def test_a_parameter_that_is_unfrozen_later():
+    model = hw.MLP()
+    frozen = next(iter(dict(model.named_parameters())))
+    model.get_parameter(frozen).requires_grad_(False)
+    inputs = hw.vectors(4, 32)
+    sharded = autoshard(model, {"dp": 1}, example_inputs=inputs)
+    sharded.train_step(**inputs)
+    sharded.get_parameter(frozen).requires_grad_(True)
+    with pytest.raises(ShardingError) as error:
+        sharded.train_step(**inputs)
+    says(error, frozen, "trainable", "fix:")
+
+
+def test_a_copy_or_another_type_is_refused():
+    sharded = autoshard(hw.MLP(), {"tp": 2}, example_inputs=hw.vectors(4, 32))
+    for call in (lambda: copy.deepcopy(sharded), lambda: pickle.dumps(sharded)):
+        with pytest.raises(ShardingError) as error:
+            call()
+        says(error, "copy", "full_state_dict", "fix:")
+    with pytest.raises(ShardingError) as error:
+        sharded.double()
+    says(error, "torch.float32", "torch.float64", "fix:")
+    assert sharded.float() is sharded and sharded.cpu() is sharded
+
+
+def test_whole_tensors_that_do_not_fit():
+    inputs = hw.vectors(4, 32)
+    sharded, state = autoshard(hw.MLP(), {"tp": 2}, inputs), hw.MLP().state_dict()
+    first, second, *_ = state
+    before = {n: p.detach().clone() for n, p in sharded.named_parameters()}
+    state[first] = torch.zeros(3)
+    state["other"] = state.pop(second)
+    with pytest.raises(ShardingError) as error:
+        sharded.load_full_state_dict(state)
+    says(error, f"missing {second}", "unexpected other", f"{first} is (3,)", "fix:")
+    assert all(torch.equal(p, before[n]) for n, p in sharded.named_parameters())
+    del state[first]
+    assert sharded.load_full_state_dict(state, strict=False) == ([first, second], ["other"])
+
+
+# --- verify ---
+
+
+def test_verify_of_a_model_with_nothing_to_train():
+    frozen = hw.MLP().requires_grad_(False)
+    with pytest.raises(CaptureError) as error:
+        verify(frozen, {"dp": 2}, hw.vectors(4, 32))
+    says(error, "trainable", "fix:")
+    with pytest.raises(CaptureError) as error:
+        verify(torch.nn.ReLU(), {"dp": 2}, {"input": torch.ones(4, 8)})
+    says(error, "trainable", "fix:")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_verify_of_a_model_that_cannot_be_copied():
+    model = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(8, 8)))
+    model(torch.ones(4, 8))
+    with pytest.raises(CaptureError) as error:
+        verify(model, {"dp": 2}, {"input": torch.ones(4, 8)})
+    says(error, "copy", "parametrizations", "fix:")
+
+
+def test_verify_sees_a_copy_that_strays_on_the_last_rank(monkeypatch):
+    from autoshard.emit import ShardedModule
+
+    update = ShardedModule._update_buffers
+
+    def stray(self, *arguments):
+        update(self, *arguments)
+        if self.rank_index == 3:
+            self.tick.add_(1)
+            with torch.no_grad():
+                self.layer.bias.add_(1)
+
+    class Ticking(Scalars):
+        def __init__(self):
+            super().__init__(lambda h: (h**2).mean())
+            self.register_buffer("tick", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            self.tick.add_(1)
+            return super().forward(x)
+
+    assert verify(Ticking(), {"dp": 4}, X, steps=1).ok
+    monkeypatch.setattr(ShardedModule, "_update_buffers", stray)
+    bad = {row.name for row in verify(Ticking(), {"dp": 4}, X, steps=1).rows if not row.ok}
+    assert bad == {"tick rank 3", "layer.bias rank 3"}

@@ -68,6 +68,10 @@ square = ranks_of(
         "differing batch": (gloo.differing_batch, "gpt2", 1),
         "differing model": (gloo.differing_model, 2),
         "differing seed": (gloo.differing_seed,),
+        "failing capture": (gloo.failing_capture, 2),
+        "differing weights": (gloo.differing_weights, 3),
+        "refused batch": (gloo.refused_batch, 1),
+        "restore": (gloo.restore,),
         **{text: (gloo.accumulate_mixed, "llama", text) for text in MIXED},
     },
 )
@@ -90,7 +94,7 @@ def test_a_batch_that_differs_inside_a_tensor_parallel_group_is_detected(square)
 
 
 def test_ranks_that_compile_different_models_are_told_so(square):
-    for error in each(square, "differing model"):
+    for (error,) in each(square, "differing model"):
         assert "ranks 2 have another" in error and "fix:" in error
 
 
@@ -98,6 +102,35 @@ def test_ranks_with_different_seeds_are_told_so_where_dropout_needs_them(square)
     for alike, apart in each(square, "differing seed"):
         assert alike == ""
         assert "torch.manual_seed" in apart
+
+
+def test_ranks_hear_of_one_whose_model_cannot_be_captured(square):
+    for rank, (error,) in enumerate(each(square, "failing capture")):
+        assert "blocks.1" in error and "the line that cannot be captured" in error
+        assert ("rank 2 raised CaptureError" in error) == (rank != 2)
+
+
+def test_ranks_that_start_from_different_weights_are_told_so(square):
+    for (error,) in each(square, "differing weights"):
+        assert "ranks 3 have others than rank 0" in error and "manual_seed" in error
+        assert "the values of" in error and "bias" in error
+
+
+def test_ranks_hear_of_one_whose_first_batch_is_refused(square):
+    for rank, (error, trains) in enumerate(each(square, "refused batch")):
+        assert "x is torch.float64" in error and trains
+        assert ("rank 1 raised CaptureError" in error) == (rank != 1)
+
+
+def test_a_state_saved_on_one_mesh_loads_on_another(square):
+    for got in each(square, "restore"):
+        assert got["saved"].keys() == got["loaded"].keys()
+        assert differences(got["loaded"], got["saved"]) == {}
+
+
+def test_a_rank_that_stops_ends_the_others_when_the_timeout_is_over(tmp_path):
+    (waited, error), _ = gloo.stuck(tmp_path, seconds=8)
+    assert error and 6 < waited < 25
 
 
 @pytest.mark.parametrize("steps", MIXED)

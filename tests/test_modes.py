@@ -165,3 +165,19 @@ def test_one_program_takes_other_batches_and_lengths(mesh):
         assert (got["loss"] - want.loss).abs() < 1e-6  # the model itself rounds to float32
         assert (got["logits"] - want.logits).abs().max() < 1e-5
     assert sharded.code == code
+
+
+def test_whole_tensors_load_on_every_rank_of_any_mesh():
+    model, inputs = in_float64(tiny("gpt2"), {})
+    torch.manual_seed(7)
+    other, _ = in_float64(tiny("gpt2"), {})
+    ranks = [autoshard(other, {"dp": 2, "tp": 2}, batch()).rank(r) for r in range(4)]
+    want = [autoshard(model, {"dp": 2, "tp": 2}, batch()).rank(r) for r in range(4)]
+    for rank, like in zip(ranks, want, strict=True):
+        assert rank.load_full_state_dict(model.state_dict()) == ([], [])
+        held = like.state_dict()
+        assert {
+            n: difference(x, held[n])
+            for n, x in rank.state_dict().items()
+            if difference(x, held[n])
+        } == {}

@@ -1,0 +1,161 @@
+"""Rank 0's part of the graph on tensors without values: the local shape of every node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoshard.axes import Axis, Dim, leaves
+from autoshard.collectives import CONVERSIONS, KINDS, LOCAL, Link, all_reduce_max
+from autoshard.layout import Layout, cut_axes, piece_bounds
+from autoshard.mesh import DATA_AXES, SubMesh
+from autoshard.program import Program
+from autoshard.runtime import rng
+
+
+class Misfit(Exception):
+    """An op does not take the local tensors that it is given: the node, and what it said."""
+
+    def __init__(self, node: fx.Node, error: Exception):
+        super().__init__(str(error).split("\n")[0])
+        self.node = node
+
+
+def interpret(program: Program, sizes: dict[Any, int] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Every node with its result on the meta device, on rank 0, in order. ``sizes``: the dynamic
+    sizes, else those captured. Ends at a result whose size depends on the data; raises `Misfit`."""
+    sizes = program.hints if sizes is None else sizes
+    env: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            value, shape = node.meta.get("val"), stated(program, node, sizes)
+            if shape is not None and isinstance(value, torch.Tensor):
+                value = torch.empty(shape, dtype=value.dtype, device="meta")
+            env[node] = value
+        else:
+            try:
+                env[node] = _run(node, program.mesh, env)
+            except NotImplementedError:
+                return
+            except Exception as error:  # whatever an op raises on shapes that do not fit
+                raise Misfit(node, error) from error
+        yield node, env[node]
+
+
+def closed_forms(program: Program) -> dict[fx.Node, tuple[Any, ...]]:
+    """The local shape of every node with one tensor as its result: numbers, and monomials of the
+    dynamic sizes (found by making one of them larger at a time). What cannot be told is left
+    out."""
+    symbols = list(program.hints)
+    base = _shapes(program, program.hints)
+    longer = {s: _shapes(program, {**program.hints, s: program.hints[s] * FACTOR}) for s in symbols}
+    found = {}
+    for node, shape in base.items():
+        others = {s: shapes.get(node, ()) for s, shapes in longer.items()}
+        if all(len(other) == len(shape) for other in others.values()):
+            forms = [
+                _monomial(size, {s: other[i] for s, other in others.items()}, program.hints)
+                for i, size in enumerate(shape)
+            ]
+            if None not in forms:
+                found[node] = tuple(forms)
+    return found
+
+
+#: How much larger a size is made to see what grows with it.
+FACTOR = 4
+
+
+def _shapes(program: Program, sizes: dict[Any, int]) -> dict[fx.Node, tuple[int, ...]]:
+    found = {}
+    try:
+        for node, value in interpret(program, sizes):
+            if isinstance(value, torch.Tensor):
+                found[node] = tuple(value.shape)
+    except Misfit:
+        pass  # shapes up to here
+    return found
+
+
+def _monomial(size: int, grown: dict[Any, int], hints: dict[Any, int]) -> Any:
+    """The size as a number times powers of dynamic sizes; None where it is no such thing."""
+    form = sympy.Integer(1)
+    for symbol, other in grown.items():
+        power = next((p for p in range(4) if size * FACTOR**p == other), None)
+        if power is None:
+            return None
+        form *= (symbol / hints[symbol]) ** power
+    form *= size
+    return int(form) if form.is_Integer else form
+
+
+def stated(
+    program: Program, node: fx.Node, sizes: dict[Any, int] | None = None
+) -> tuple[int, ...] | None:
+    """The local shape on rank 0 that a node's dimensions and layout say; None where not known."""
+    dims, layout = program.dims.get(node), program.layouts.get(node)
+    if not isinstance(dims, tuple) or not isinstance(layout, dict):
+        return None
+    known = _Sizes(program, program.hints if sizes is None else sizes, layout)
+    found = [known.of(dim) for dim in dims]
+    return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+
+class _Sizes:
+    """Rank 0's sizes of dimensions in one layout; None where they are not known."""
+
+    def __init__(self, program: Program, sizes: dict[Any, int], layout: Layout):
+        self.mesh, self.sizes, self.layout = program.mesh, sizes, layout
+
+    def of(self, dim: Dim) -> int | None:
+        found = [self._axis(axis) for axis in leaves(dim)]
+        return None if None in found else math.prod(found)  # type: ignore[arg-type]
+
+    def _axis(self, axis: Axis) -> int | None:
+        if axis.parts is not None:
+            found = [self.of(part) for part in axis.parts]
+            return None if None in found else sum(found)  # type: ignore[arg-type]
+        by = cut_axes(self.layout, axis)
+        size = axis.size
+        if not isinstance(size, int):
+            size = self.sizes[size] if size in self.sizes else size.subs(self.sizes)
+            if not isinstance(size, int) and not size.is_Integer:
+                return None
+            size = int(size)
+            if by and all(m.partition(".")[0] in DATA_AXES for m in by):
+                return size  # inputs are this rank's rows already
+        return piece_bounds(size, self.mesh.size(by), 0)[1] if by else size
+
+
+def _run(node: fx.Node, mesh: SubMesh, env: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    target: Any = node.target
+    if target in CONVERSIONS:
+        return _converted(KINDS[CONVERSIONS[target]][0], mesh.size(args[1]), *args)
+    if target is all_reduce_max:
+        return args[0]
+    if target in LOCAL:
+        return target(args[0], Link(args[1], "", mesh.size(args[1]), 0))
+    if target is rng.draw:
+        target, args = args[0], args[2:]
+    args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
+    kwargs = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    with torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def _converted(
+    primitive: str, ranks: int, x: torch.Tensor, _: Any, dim: int = 0, size: int = 0
+) -> torch.Tensor:
+    """What a conversion makes of a shape."""
+    if primitive in ("identity", "sum"):
+        return x
+    made = size if primitive == "gather" else piece_bounds(size, ranks, 0)[1]
+    return x.new_empty(*x.shape[:dim], made, *x.shape[dim + 1 :])
