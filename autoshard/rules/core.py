@@ -24,7 +24,7 @@ class Typing:
     fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
     linear: a partial sum passes: ``"all"``: when every operand is one; ``"one"``: when one operand
         is; ``"first"``: when the first is. `passes.partition` sees that it occurs once.
-    localize: writes the local form of the op; see `passes.partition.Local`. None: the op itself.
+    localize: writes the local form of the op; see `autoshard.local.Local`. None: the op itself.
     shapes: argument positions that hold result shapes.
     random: draws random numbers.
     per_row: an order or choice among tokens that each rank may make among its own rows: samples
