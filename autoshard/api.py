@@ -17,6 +17,7 @@ from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.mesh import MeshSpec
 from autoshard.outputs import Output
 from autoshard.program import Program
+from autoshard.progress import say
 from autoshard.runtime import checks
 
 #: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
@@ -98,9 +99,11 @@ def autoshard(
         passes=passes,
     )
     if rank is None:
-        return ShardedModule(source.program(model.training), 0, False, source)
-    program = checks.everywhere(lambda: source.program(model.training))
-    return ShardedModule(program, rank, True, source)
+        program = source.program(model.training)
+    else:
+        program = checks.everywhere(lambda: source.program(model.training))
+    say("emitting")
+    return ShardedModule(program, rank or 0, rank is not None, source)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,6 +135,7 @@ class Source:
 
     def _compiled(self, training: bool) -> tuple[Program, Output]:
         if training not in self.compiled:
+            say(f"capturing {type(self.model).__name__}")
             with in_mode(self.model, training):
                 program, output = capture(
                     self.model,

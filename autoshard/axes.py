@@ -262,14 +262,15 @@ def concat_dims(dims: list[Dim]) -> Dim:
     return (whole,)
 
 
-def describe(dim: Dim) -> str:
-    """Text of a dimension: ``kv·group·head_dim``, ``(a+b)``; unnamed axes by size."""
+def describe(dim: Dim, names: dict[Axis, str] | None = None) -> str:
+    """Text of a dimension: ``kv·group·head_dim``, ``(a+b)``; unnamed axes by size. ``names``: what
+    axes are called instead."""
     words = []
     for axis in leaves(dim):
         if axis.parts is None:
-            words.append(axis.name or str(axis.size))
+            words.append((names or {}).get(axis) or axis.name or str(axis.size))
             continue
-        parts = [describe(p) or "1" for p in axis.parts]
+        parts = [describe(p, names) or "1" for p in axis.parts]
         if len(set(parts)) == 1 and len(parts) > 1:
             words.append(f"{len(parts)}·{parts[0]}")
         else:

@@ -11,6 +11,7 @@ from autoshard.check import check
 from autoshard.cost import is_cut
 from autoshard.errors import AutoshardError
 from autoshard.program import Program, module_path, shallow
+from autoshard.progress import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ def run(program: Program, passes: list[Pass], like: Program | None = None) -> Pr
     """Apply passes in order; the program is checked after each. ``like``: another program of the
     same model, partitioned already, whose assignments this one takes."""
     for position, step in enumerate(passes, 1):
+        say(f"pass {position} of {len(passes)}, {step}")
         start = time.perf_counter()
         before = _counts(program)
         try:

@@ -6,26 +6,31 @@ import argparse
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate_formats
 from torch import nn
 
 from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
+from autoshard.progress import say, show
 
 TABLES = ("axes", "params", "graph", "collectives", "passes", "memory")
 #: What ``inspect`` prints when no table is named: all but the longest.
-DEFAULT_TABLES = ("params", "collectives", "memory", "passes")
-#: Our names of the formats, and tabulate's.
-FORMATS = {"plain": "simple", "github": "github", "html": "html"}
-
+DEFAULT_TABLES = ("axes", "params", "collectives", "memory", "passes")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
 
 EPILOG = """\
 FILE.py:NAME names a function without arguments that returns a model, or a pair of a model and
-its example inputs (a dict of keyword arguments, or a tuple). NAME is `build` when left out.
+its example inputs (a dict of keyword arguments, or a tuple), the rows of the global batch.
+NAME is `build` when left out.
+
+Exit codes: 0 all is well, 1 verify found a difference, 2 an error, said on stderr.
 """
 
 
@@ -37,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (a mismatch) or 2 (an error)."""
     arguments = _parser().parse_args(argv)
     try:
-        code = arguments.run(arguments)
+        with show():
+            code = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except AutoshardError as error:
@@ -60,11 +66,12 @@ def inspect(arguments: argparse.Namespace) -> int:
         sequence_parallel=arguments.sequence_parallel,
         strict=arguments.strict,
     )
+    say("making tables")
     shown = sharded if arguments.rank is None else sharded.rank(arguments.rank)
     if not arguments.table:
         print(shown, end="\n\n")
     for name in arguments.table or DEFAULT_TABLES:
-        _print_table(shown, name, FORMATS[arguments.format])
+        _print_table(shown, name, arguments.format)
     return EXIT_OK
 
 
@@ -78,8 +85,9 @@ def prove(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
+        strict=arguments.strict,
     )
-    print(report)
+    print(report.table(limit=None if arguments.all else 0), report.verdict, sep="\n\n")
     return EXIT_OK if report.ok else EXIT_MISMATCH
 
 
@@ -95,7 +103,7 @@ def load(target: str) -> tuple[nn.Module, Any]:
     path, colon, name = target.rpartition(":")
     if not colon:
         path, name = target, "build"
-    built = _function(target, Path(path), name)()
+    built = _users(target, _function(target, Path(path), name))
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
         raise TargetError(
@@ -110,6 +118,31 @@ def load(target: str) -> tuple[nn.Module, Any]:
     return model, inputs
 
 
+def _users(target: str, call: Callable[[], Any]) -> Any:
+    """What the user's code returns. Raises TargetError that shows the user's own lines."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+        lines = "".join(traceback.format_list(frames)).rstrip()
+        raise TargetError(
+            message(
+                target,
+                "the code of the model",
+                f"{type(error).__name__}: {error}" + (f"\n{lines}" if lines else ""),
+                "it raised this before there was a model",
+                "see that it runs by itself: python -c 'import FILE; FILE.NAME()'",
+            )
+        ) from error
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither this package's, nor Python's, nor an installed library's."""
+    own = str(Path(__file__).parent)
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return not filename.startswith(("<", own, *libraries))
+
+
 def _function(target: str, path: Path, name: str) -> Callable[[], Any]:
     if path.suffix != ".py" or not path.is_file():
         raise TargetError(
@@ -121,7 +154,7 @@ def _function(target: str, path: Path, name: str) -> Callable[[], Any]:
                 "write it as path/to/file.py:build",
             )
         )
-    function = getattr(_module(path), name, None)
+    function = getattr(_users(target, lambda: _module(path)), name, None)
     if not callable(function):
         raise TargetError(
             message(
@@ -178,11 +211,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"autoshard {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_verify(commands)
     _add_demo(commands)
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("autoshard")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _add_inspect(commands: Any) -> None:
@@ -194,9 +235,16 @@ def _add_inspect(commands: Any) -> None:
         choices=TABLES,
         help=f"what to print; may be given several times (default: {', '.join(DEFAULT_TABLES)})",
     )
-    command.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
-    command.add_argument("--rank", type=int, metavar="R", help="show rank R's module (default: 0)")
-    command.add_argument("--strict", action="store_true", help="refuse axes that do not divide")
+    command.add_argument(
+        "--format",
+        choices=tabulate_formats,
+        default="simple",
+        metavar="F",
+        help="simple (the default), github, html, or another format of tabulate",
+    )
+    command.add_argument(
+        "--rank", type=int, metavar="R", help="show rank R's module, from 0 (the default)"
+    )
 
 
 def _add_verify(commands: Any) -> None:
@@ -204,6 +252,11 @@ def _add_verify(commands: Any) -> None:
     _add_model(command)
     command.add_argument(
         "--steps", type=_positive, default=2, help="optimizer steps to compare (default: 2)"
+    )
+    command.add_argument(
+        "--all",
+        action="store_true",
+        help="print every comparison: by default one line a kind, and every difference",
     )
 
 
@@ -227,13 +280,14 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int])
 
 def _add_model(command: Any) -> None:
     command.add_argument("target", metavar="FILE.py:NAME", help="the function that builds a model")
-    command.add_argument("--mesh", required=True, help="the ranks, e.g. dp=2,tp=4")
+    command.add_argument("--mesh", required=True, help="sizes by axis, e.g. dp=2,tp=4")
     command.add_argument(
         "--no-sequence-parallel",
         dest="sequence_parallel",
         action="store_false",
         help="do not cut the sequence over tp",
     )
+    command.add_argument("--strict", action="store_true", help="refuse axes that do not divide")
 
 
 def _positive(text: str) -> int:

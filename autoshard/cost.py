@@ -11,8 +11,9 @@ from autoshard.axes import Axis, leaves
 from autoshard.collectives import ON_WIRE, TABLE
 from autoshard.layout import cut_axes
 from autoshard.mesh import SubMesh
-from autoshard.program import Conversion, Parameter
-from autoshard.runtime.gather import Piece
+from autoshard.program import Conversion, Parameter, Program
+from autoshard.runtime.buckets import BUCKET_BYTES
+from autoshard.runtime.gather import Piece, reductions
 
 #: What each conversion does on the wire, forward and backward.
 WIRE = {
@@ -45,13 +46,40 @@ def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
     )
 
 
-def reduction_bytes(parameter: Parameter, piece: Piece, mesh: SubMesh) -> Any:
-    """Bytes a rank sends to sum one piece of a parameter's gradient over the ranks, once a step."""
-    at, _, length, axes = piece
+#: Bytes of the number that says whether a rank has a parameter's gradient.
+FLAG_BYTES = 4
+
+
+def gradient_buckets(program: Program) -> list[tuple[tuple[str, ...], int, set[str]]]:
+    """The buckets that `runtime.buckets.Reducer` fills on rank 0: mesh axes summed over, bytes,
+    and the parameters with a part in each."""
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    first_use = {
+        node.name: min(order[user] for user in node.users)
+        for node in order
+        if node.op == "placeholder" and node.users and node.name in program.values
+    }
+    buckets: list[tuple[tuple[str, ...], int, set[str]]] = []
+    last: dict[Any, int] = {}
+    for key in sorted(first_use, key=lambda key: -first_use[key]):
+        parameter = program.values[key]
+        for piece in reductions(parameter, program.mesh):
+            kind = piece[3], parameter.value.dtype, parameter.value.device
+            at = last.get(kind)
+            if at is None or buckets[at][1] >= BUCKET_BYTES:
+                at = last[kind] = len(buckets)
+                buckets.append((piece[3], 0, set()))
+            axes, size, keys = buckets[at]
+            size += _piece_numel(parameter, piece, program.mesh) * parameter.value.element_size()
+            buckets[at] = axes, size, keys | {key}
+    return buckets
+
+
+def _piece_numel(parameter: Parameter, piece: Piece, mesh: SubMesh) -> int:
+    """Elements of one piece of a parameter's gradient, see `runtime.gather.pieces`."""
+    at, _, length, _ = piece
     numel = local_numel(parameter, mesh)
-    if length >= 0:
-        numel = numel // _local(parameter.dims[at], parameter, mesh) * length
-    return wire_bytes("all_reduce", numel * parameter.value.element_size(), mesh.size(axes))
+    return numel // _local(parameter.dims[at], parameter, mesh) * length if length >= 0 else numel
 
 
 def local_numel(parameter: Parameter, mesh: SubMesh) -> int:

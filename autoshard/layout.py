@@ -51,12 +51,13 @@ def _axis_indices(axis: Axis, layout: Layout, mesh: SubMesh, rank: int) -> torch
     return torch.arange(*piece_bounds(axis.size, mesh.size(by), mesh.index(rank, by)))
 
 
-def describe_layout(layout: Layout) -> str:
-    """``dp:S(batch) tp:P``; axes where the value is invariant are left out."""
+def describe_layout(layout: Layout, names: dict[Axis, str] | None = None) -> str:
+    """``dp:S(batch) tp:P``; axes where the value is invariant are left out. ``names``: what axes
+    are called instead."""
     words = []
     for m, state in layout.items():
         if isinstance(state, Axis):
-            words.append(f"{m}:S({state.name or state.size})")
+            words.append(f"{m}:S({(names or {}).get(state) or state.name or state.size})")
         elif state != I:
             words.append(f"{m}:{state}")
     return " ".join(words) or "I"

@@ -93,6 +93,7 @@ class Program:
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    left: dict[Axis, str] = field(default_factory=dict)  # axes that no strategy cuts, and why
     log: list[tuple[str, str, float]] = field(default_factory=list)  # pass, what it did, seconds
 
     @property
@@ -135,4 +136,5 @@ def shallow(program: Program) -> Program:
     new.values = {key: dataclasses.replace(p) for key, p in program.values.items()}
     for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
         setattr(new, name, list(getattr(program, name)))
+    new.left = dict(program.left)
     return new

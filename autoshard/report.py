@@ -8,7 +8,8 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -16,12 +17,22 @@ from tabulate import tabulate, tabulate_formats
 from torch import fx
 
 from autoshard.axes import Axis, atoms, describe
-from autoshard.cost import WIRE, conversion_bytes, local_numel, local_shape, reduction_bytes
+from autoshard.collectives import TABLE
+from autoshard.cost import (
+    FLAG_BYTES,
+    WIRE,
+    conversion_bytes,
+    gradient_buckets,
+    local_numel,
+    local_shape,
+    wire_bytes,
+)
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.program import Conversion, Parameter, Program, module_path
 from autoshard.rules import op_name
 from autoshard.runtime.gather import reductions
+from autoshard.shapes import closed_forms
 
 BATCH, SEQUENCE = sympy.symbols("batch sequence", integer=True, positive=True)
 
@@ -33,11 +44,13 @@ LINEARS = {"linear": True, "addmm": False, "mm": False, "matmul": False}
 
 @dataclass(frozen=True)
 class Table:
-    """Headers and rows; ``numbers`` are the columns that are set to the right."""
+    """Headers and rows; ``numbers`` are the columns that are set to the right, ``widths`` those of
+    which plain text shows no more than so many characters."""
 
     headers: list[str]
     rows: list[list[Any]]
     numbers: tuple[str, ...] = ()
+    widths: dict[str, int] = field(default_factory=dict)
 
 
 def table(module: Any, which: str, format: str = "plain") -> str:
@@ -52,7 +65,13 @@ def table(module: Any, which: str, format: str = "plain") -> str:
         raise ValueError(f"no format {format!r}: there are plain, {', '.join(tabulate_formats)}")
     made = TABLES[which](module.program)
     return tabulate(
-        [[_text(cell) for cell in row] for row in made.rows],
+        [
+            [
+                _cut(_text(cell), made.widths.get(header) if style == "simple" else None)
+                for header, cell in zip(made.headers, row, strict=True)
+            ]
+            for row in made.rows
+        ],
         headers=made.headers,
         tablefmt=style,
         disable_numparse=True,
@@ -62,6 +81,18 @@ def table(module: Any, which: str, format: str = "plain") -> str:
 
 def _text(cell: Any) -> str:
     return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def _cut(text: str, width: int | None) -> str:
+    """The text no wider than that: a path without its first modules, a name without its middle."""
+    if width is None or len(text) <= width:
+        return text
+    at = text.split(".")
+    for i in range(1, len(at)):
+        if len(tail := "…" + ".".join(at[i:])) <= width:
+            return tail
+    head = width // 3
+    return text[:head] + "…" + text[len(text) - (width - head - 1) :]
 
 
 def summary(module: Any) -> str:
@@ -158,9 +189,80 @@ def _over(axes: Iterable[str], program: Program) -> str:
     return ",".join(words)
 
 
-def _group(name: str) -> str:
-    """A module path with the numbers of repeated layers left out."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+#: Up to so many layers are listed one by one.
+FEW = 3
+
+
+class Names:
+    """Module paths with the index of a repeated layer starred, and axes by names of their own."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        #: (path of the list, index) of every layer that has others like it -> how many
+        self.alike: dict[tuple[str, str], int] = {}
+        layers: dict[str, dict[str, set[Any]]] = {}
+        for p in program.parameters().values():
+            at = p.name.split(".")
+            for i, word in enumerate(at):
+                if word.isdigit():
+                    what = ".".join(at[i + 1 :]), tuple(p.value.shape), describe_layout(p.layout)
+                    layers.setdefault(".".join(at[:i]), {}).setdefault(word, set()).add(what)
+        for path, indices in layers.items():
+            counts = collections.Counter(map(frozenset, indices.values()))
+            for index, content in indices.items():
+                count = counts[frozenset(content)]
+                # a list of single linears is layers only when there are many that are alike
+                if count > (1 if any("." in name for name, *_ in content) else FEW):
+                    self.alike[path, index] = count
+
+    def starred(self, path: str) -> tuple[str, int]:
+        """The path with the first index that repeats left out, and how often it repeats."""
+        at = path.split(".")
+        for i, word in enumerate(at):
+            if count := self.alike.get((".".join(at[:i]), word)):
+                return ".".join([*at[:i], "*", *at[i + 1 :]]), count
+        return path, 1
+
+    def group(self, text: str) -> str:
+        """A text whose last word is a module path, that path starred."""
+        *words, path = text.split(" ")
+        return " ".join([*words, self.starred(path)[0]])
+
+    @cached_property
+    def axes(self) -> dict[Axis, str]:
+        """The axes that share their name with axes elsewhere: ``hidden``, ``hidden 2``."""
+        used: dict[str, dict[Any, list[Axis]]] = {}
+        for axis, where in _occurrences(self.program, self).values():
+            if axis.name:
+                used.setdefault(axis.name, {}).setdefault((axis.size, tuple(where)), []).append(
+                    axis
+                )
+        return {
+            axis: f"{name} {number}" if number > 1 else name
+            for name, places in used.items()
+            for number, axes in enumerate(places.values(), start=1)
+            for axis in axes
+        }
+
+    def dim(self, dim: Any) -> str:
+        return describe(dim, self.axes)
+
+    def layout(self, layout: Any) -> str:
+        return describe_layout(layout, self.axes)
+
+
+def _occurrences(program: Program, names: Names) -> dict[int, tuple[Axis, list[str]]]:
+    """Every axis of a parameter or that is cut, with the parameters that have it, starred."""
+    used: dict[int, tuple[Axis, list[str]]] = {}
+    for parameter in program.parameters().values():
+        for axis in (axis for dim in parameter.dims for axis in atoms(dim)):
+            where = used.setdefault(id(axis), (axis, []))[1]
+            name = names.starred(parameter.name)[0]
+            if name not in where:
+                where.append(name)
+    for a in program.assignments:
+        used.setdefault(id(a.axis), (a.axis, []))
+    return used
 
 
 # --- linears ---
@@ -208,98 +310,126 @@ def linear_kind(parameter: Parameter, out_first: bool) -> str:
 
 def axes_table(program: Program) -> Table:
     """Groups of equal axes: name, size, where they occur, who cuts them and why."""
-    sizes = Sizes(program)
-    kinds = {name: f" ({kind})" for name, kind in linears(program).values() if kind}
+    sizes, names = Sizes(program), Names(program)
+    kinds = dict(linears(program).values())
+    cut: dict[tuple[int, str], str] = {}  # how a linear's weight is cut on an axis
+    for p in program.parameters().values():
+        for state in p.layout.values():
+            if isinstance(state, Axis):
+                cut[id(state), names.starred(p.name)[0]] = kinds.get(p.name, "")
     given: dict[int, list[Any]] = {}
     for a in program.assignments:
         given.setdefault(id(a.axis), []).append(a)
-    used: dict[int, tuple[Axis, list[str]]] = {}
-    for parameter in program.parameters().values():
-        for dim in parameter.dims:
-            for axis in atoms(dim):
-                names = used.setdefault(id(axis), (axis, []))[1]
-                cut = any(state is axis for state in parameter.layout.values())
-                name = _group(parameter.name) + (kinds.get(parameter.name, "") if cut else "")
-                if name not in names:
-                    names.append(name)
-    for a in program.assignments:
-        used.setdefault(id(a.axis), (a.axis, []))
     groups: dict[Any, list[Any]] = {}
-    for key, (axis, names) in used.items():
+    for key, (axis, where) in _occurrences(program, names).items():
         taken = given.get(key, [])
         over = "; ".join(f"{_over(a.mesh_axes, program)} ({a.strategy})" for a in taken) or "-"
-        where = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        reason = "; ".join(a.reason for a in taken) or _left(axis)
-        row = (axis.name or "-", str(sizes.whole(axis.size)), where or "inputs", over, reason)
-        groups.setdefault(row[:4], [*row, 0])[-1] += 1
+        reason = "; ".join(a.reason for a in taken) or _left(axis, program)
+        found = _list([(name, cut.get((key, name), "")) for name in where]) or "inputs"
+        name = names.axes.get(axis, axis.name) or "-"
+        row = (name, str(sizes.whole(axis.size)), found, over, reason)
+        groups.setdefault((*row[:4], *where), [*row, 0])[-1] += 1
     headers = ["axis", "size", "in", "cut over", "reason", "count"]
     return Table(headers, list(groups.values()), ("size", "count"))
 
 
-def _left(axis: Axis) -> str:
-    return "no consistent structure" if axis.opaque else "cutting it costs more than it saves"
+#: How many parameters a row of the axes table names.
+NAMED = 4
 
 
-def params_table(program: Program) -> Table:
-    """Parameters: axes, layout, kind of linear, global and local shape, gradient reduction."""
-    rows = []
-    kinds = dict(linears(program).values())
-    for p in program.parameters().values():
-        summed = {m for piece in reductions(p, program.mesh) for m in piece[3]}
-        rows.append(
-            [
-                p.name,
-                _shape(describe(d) for d in p.dims),
-                describe_layout(p.layout),
-                kinds.get(p.name, ""),
-                _shape(p.value.shape),
-                _shape(local_shape(p.dims, p.layout, program.mesh)),
-                _over(summed, program) or "-",
-            ]
-        )
-    return Table(
-        [
-            "parameter",
-            "axes",
-            "layout",
-            "linear",
-            "global shape",
-            "local shape",
-            "gradient summed over",
-        ],
-        rows,
+def _list(where: list[tuple[str, str]]) -> str:
+    """Parameters by their module's own name: ``q_proj, k_proj (column), o_proj (row)``."""
+    text = ""
+    for i, (name, kind) in enumerate(where[:NAMED]):
+        last = i == len(where[:NAMED]) - 1
+        text += _own_name(name)
+        text += f" ({kind})" if kind and (last or where[i + 1][1] != kind) else ""
+        text += "" if last else ", "
+    return text + (f" and {len(where) - NAMED} more" if len(where) > NAMED else "")
+
+
+def _own_name(name: str) -> str:
+    """The last module of a parameter's path; ``mlp.0`` in a sequence."""
+    at = name.removesuffix(".weight").split(".")
+    keep = 2 if at[-1] == "bias" else 1
+    while keep < len(at) and (at[-keep].isdigit() or at[-keep] == "*"):
+        keep += 1
+    return ".".join(at[-keep:])
+
+
+def _left(axis: Axis, program: Program) -> str:
+    """Why an axis is whole on every rank."""
+    if axis.opaque:
+        return "no consistent structure"
+    return program.left.get(axis, "no strategy of this mesh cuts it")
+
+
+def _joined(shape: list[Any], local: list[Any]) -> str:
+    """A shape with the sizes on a rank: ``[2*batch→batch, 64]``; ``→ [...]`` where only they are
+    known."""
+    if len(shape) != len(local):
+        return "→ " + _shape(local) if local else _shape(shape)
+    return _shape(
+        f"{a}" if a == b else f"{a}→{b}".replace(" ", "") for a, b in zip(shape, local, strict=True)
     )
 
 
+#: A column of shapes: of the model, and where it differs, of a rank.
+SHAPE = "shape → on a rank"
+
+
+def params_table(program: Program) -> Table:
+    """Parameters: axes, layout, kind of linear, shape, gradient reduction; many layers that are
+    alike in one row."""
+    names, kinds = Names(program), dict(linears(program).values())
+    rows: dict[Any, list[Any]] = {}
+    for p in program.parameters().values():
+        summed = {m for piece in reductions(p, program.mesh) for m in piece[3]}
+        star, count = names.starred(p.name)
+        row = [
+            "[" + ", ".join(names.dim(d) for d in p.dims) + "]",
+            names.layout(p.layout),
+            kinds.get(p.name, ""),
+            _joined(list(p.value.shape), local_shape(p.dims, p.layout, program.mesh)),
+            _over(summed, program) or "-",
+        ]
+        name = star if count > FEW else p.name
+        rows.setdefault((name, *row), [name, *row, 0])[-1] += 1
+    headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over", "count"]
+    return Table(headers, list(rows.values()), ("count",), {"parameter": 46, "axes": 32})
+
+
 def graph_table(program: Program) -> Table:
-    """Every node: op, module path, global and local shape, layout, collective, bytes sent."""
-    sizes, kinds = Sizes(program), linears(program)
+    """Every node: op, module path, shape, layout, and of a collective mesh axes and bytes sent."""
+    sizes, names, kinds = Sizes(program), Names(program), linears(program)
     known = {c.node: c for c in program.conversions}
+    forms = closed_forms(program)
     rows = []
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         dims, layout = program.dims.get(node), program.layouts.get(node)
-        if node.name in program.values:  # known only once all its readers are
-            layout = program.values[node.name].layout
-        shape = local = text = over = sent = ""
-        if isinstance(dims, tuple) and isinstance(layout, dict):
+        text = sent = ""
+        shape: list[Any] = []
+        local = [sizes.local(s) for s in forms.get(node, ())]
+        stated = isinstance(dims, tuple) and isinstance(layout, dict)
+        if stated:
             value = node.meta.get("val")
-            whole = map(expression, value.shape) if hasattr(value, "shape") else map(_size, dims)
-            shape = _shape(sizes.whole(s) for s in whole)
-            local = _shape(sizes.local(s) for s in local_shape(dims, layout, program.mesh))
-            text = describe_layout(layout)
-        if conversion := known.get(node.name):
-            over = f"{conversion.kind} over {_over(conversion.axes, program)}"
-            sent = sizes.local(conversion_bytes(conversion, program.mesh)[0])
+            known_sizes = getattr(value, "shape", None)
+            whole = map(_size, dims or ()) if known_sizes is None else map(expression, known_sizes)
+            shape = [sizes.whole(s) for s in whole]
+            if node not in forms:
+                local = [sizes.local(s) for s in local_shape(dims, layout, program.mesh)]
+            text = names.layout(layout)
         kind = op_name(node.target) if node.op == "call_function" else node.op
         kind = f"{kind} {kinds[node][1]}".strip() if node in kinds else kind
-        rows.append([node.name, kind, module_path(node), shape, text, local, over, sent])
-    return Table(
-        ["node", "op", "module", "global shape", "layout", "local shape", "collective", "bytes"],
-        rows,
-        ("bytes",),
-    )
+        if conversion := known.get(node.name):
+            kind = f"{kind} over {_over(conversion.axes, program)}"
+            sent = sizes.local(conversion_bytes(conversion, program.mesh)[0])
+        cell = _joined(shape, local) if stated or node in forms else ""
+        rows.append([node.name, kind, module_path(node), cell, text, sent])
+    headers = ["node", "op", "module", SHAPE, "layout", "bytes"]
+    return Table(headers, rows, ("bytes",), {"node": 20, "op": 22, "module": 28})
 
 
 def _size(dim: Any) -> Any:
@@ -329,15 +459,16 @@ def step_collectives(program: Program, by_layer: bool = False) -> list[Collectiv
 #: Why collectives run that make outputs whole and that `train_step` leaves out.
 OUTPUTS = "outputs; not in train_step"
 GRADIENTS = "gradients of parameters, in buckets"
+PRESENT = "flags: which parameters have gradients"
 
 
 def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
-    sizes, mesh = Sizes(program), program.mesh
-    needed = _needed_by_loss(program)
+    sizes, mesh, causes = Sizes(program), program.mesh, _Causes(program)
+    names = Names(program)
     found: dict[Any, Collective] = {}
 
     def add(when: str, kind: str, axes: tuple[str, ...], why: str, sent: Any) -> None:
-        key = (when, kind, _over(axes, program), why if by_layer else _group(why))
+        key = (when, kind, _over(axes, program), why if by_layer else names.group(why))
         entry = found.setdefault(key, Collective(*key))
         entry.count += 1
         entry.bytes = entry.bytes + sent
@@ -347,18 +478,54 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
             ("forward", "backward"), WIRE[c.kind], conversion_bytes(c, mesh), strict=True
         ):
             if kind and sent != 0:
-                add(when, kind, c.axes, _why(c, needed), sent)
-    for parameter in program.values.values():
-        for piece in reductions(parameter, mesh):
-            sent = reduction_bytes(parameter, piece, mesh)
-            add("backward", "all_reduce", piece[3], GRADIENTS, sent)
+                add(when, kind, c.axes, causes.of(c), sent)
+    flags: dict[tuple[str, ...], set[str]] = {}
+    for axes, size, keys in gradient_buckets(program):
+        add(
+            "backward",
+            "all_reduce",
+            axes,
+            GRADIENTS,
+            wire_bytes("all_reduce", size, mesh.size(axes)),
+        )
+        flags.setdefault(axes, set()).update(keys)
+    for axes, keys in flags.items():
+        size = len(keys) * FLAG_BYTES
+        add(
+            "backward", "all_reduce", axes, PRESENT, wire_bytes("all_reduce", size, mesh.size(axes))
+        )
     for entry in found.values():
         entry.bytes = sizes.local(entry.bytes)
     return sorted(found.values(), key=lambda c: c.when, reverse=True)
 
 
-def _why(conversion: Conversion, needed: set[str] | None) -> str:
-    return conversion.why if needed is None or conversion.node in needed else OUTPUTS
+class _Causes:
+    """Why a collective runs: of summands, the op and module that gave them; else those that read
+    what it gives."""
+
+    def __init__(self, program: Program):
+        self.needed = _needed_by_loss(program)
+        self.kinds = {node: kind for node, (_, kind) in linears(program).items()}
+        self.nodes = {node.name: node for node in program.graph.nodes}
+
+    def of(self, conversion: Conversion) -> str:
+        if self.needed is not None and conversion.node not in self.needed:
+            return OUTPUTS
+        known = TABLE.get(conversion.kind)
+        producer = self.nodes.get(conversion.value)
+        if known is not None and known.source == "P" and producer is not None:
+            if producer in self.kinds:
+                return self._text(producer)
+            if origin := producer.meta.get("origin"):
+                name = re.sub(r"_\d+$", "", origin)
+                return f"{name} {module_path(producer)}".strip()
+        for reader in self.nodes[conversion.node].users:
+            if reader in self.kinds:
+                return self._text(reader)
+        return conversion.why
+
+    def _text(self, node: fx.Node) -> str:
+        return f"{self.kinds[node]} {op_name(node.target)} {module_path(node)}".strip()
 
 
 def _needed_by_loss(program: Program) -> set[str] | None:
@@ -400,7 +567,8 @@ def passes_table(program: Program) -> Table:
 
 
 def memory_table(program: Program) -> Table:
-    """Bytes a rank holds: parameters, gradients, and AdamW's two numbers a parameter."""
+    """Bytes a rank holds all the time: parameters, gradients, and AdamW's two numbers a parameter.
+    Activations come on top."""
     rows: list[list[Any]] = []
     for label, times in (("parameters", 1), ("gradients", 1), ("AdamW state", 2)):
         whole = held = 0
@@ -412,7 +580,7 @@ def memory_table(program: Program) -> Table:
     rows.append(["total", sum(r[1] for r in rows), sum(r[2] for r in rows)])
     for row in rows:
         row.append(f"{row[2] / row[1]:.4f}" if row[1] else "-")
-    headers = ["what", "bytes on one device", "bytes on a rank", "share"]
+    headers = ["model state", "bytes on one device", "bytes on a rank", "share"]
     return Table(headers, rows, tuple(headers[1:]))
 
 

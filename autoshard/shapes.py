@@ -50,8 +50,8 @@ def interpret(program: Program, sizes: dict[Any, int] | None = None) -> Iterator
 
 
 def closed_forms(program: Program) -> dict[fx.Node, tuple[Any, ...]]:
-    """The local shape of every node with one tensor as its result: numbers, and monomials of the
-    dynamic sizes (found by making one of them larger at a time). What cannot be told is left
+    """The local shape of every node with one tensor as its result: numbers, and closed forms
+    of the dynamic sizes, found by making one of them larger at a time. What cannot be told is left
     out."""
     symbols = list(program.hints)
     base = _shapes(program, program.hints)
@@ -61,7 +61,7 @@ def closed_forms(program: Program) -> dict[fx.Node, tuple[Any, ...]]:
         others = {s: shapes.get(node, ()) for s, shapes in longer.items()}
         if all(len(other) == len(shape) for other in others.values()):
             forms = [
-                _monomial(size, {s: other[i] for s, other in others.items()}, program.hints)
+                _form(size, {s: other[i] for s, other in others.items()}, program.hints)
                 for i, size in enumerate(shape)
             ]
             if None not in forms:
@@ -84,15 +84,17 @@ def _shapes(program: Program, sizes: dict[Any, int]) -> dict[fx.Node, tuple[int,
     return found
 
 
-def _monomial(size: int, grown: dict[Any, int], hints: dict[Any, int]) -> Any:
-    """The size as a number times powers of dynamic sizes; None where it is no such thing."""
-    form = sympy.Integer(1)
-    for symbol, other in grown.items():
-        power = next((p for p in range(4) if size * FACTOR**p == other), None)
+def _form(size: int, grown: dict[Any, int], hints: dict[Any, int]) -> Any:
+    """The size as a number times powers of dynamic sizes, or as one of those plus a number; None
+    where it is no such thing."""
+    changed = {s: other for s, other in grown.items() if other != size}
+    form = sympy.Integer(size)
+    for symbol, other in changed.items():
+        power = next((p for p in (1, 2, 3) if size * FACTOR**p == other), None)
         if power is None:
-            return None
+            plus_one = len(changed) == 1 and other - size == hints[symbol] * (FACTOR - 1)
+            return symbol + size - hints[symbol] if plus_one else None
         form *= (symbol / hints[symbol]) ** power
-    form *= size
     return int(form) if form.is_Integer else form
 
 

@@ -25,12 +25,13 @@ from autoshard.mesh import MeshSpec
 from autoshard.objective import no_loss
 from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
+from autoshard.progress import say
 from autoshard.runtime import gather, rng
 from autoshard.simulate import simulate
 
 RELATIVE, FLOOR = 1e-9, 1e-12
 #: Reports with more rows are printed with one row a kind.
-MANY_ROWS = 150
+MANY_ROWS = 20
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -140,11 +141,15 @@ class Report:
             headers=("what", "max difference", "max value", "verdict"),
         )
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """One line: how many values were compared, and how many differ."""
         bad = sum(not r.ok for r in self.rows)
         verdict = "equal to one device" if self.ok else f"{bad} of {len(self.rows)} differ"
-        compared = f"mesh {self.mesh}: {len(self.rows)} compared, {verdict}"
-        return f"{self.table(limit=MANY_ROWS)}\n\n{compared}"
+        return f"mesh {self.mesh}: {len(self.rows)} compared, {verdict}"
+
+    def __str__(self) -> str:
+        return f"{self.table(limit=MANY_ROWS)}\n\n{self.verdict}"
 
 
 def _folded(rows: list[Row]) -> list[Row]:
@@ -243,6 +248,7 @@ def verify(
     own = make([p for p in reference.parameters() if p.requires_grad])
     theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
     for step in range(steps):
+        say(f"step {step + 1} of {steps}")
         seed = torch.get_rng_state()
         expected = _reference_step(reference, batch, loss_fn, program)
         torch.set_rng_state(seed)

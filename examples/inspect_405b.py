@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autoshard import MeshSpec, autoshard
+from autoshard.progress import show
 
 TABLES = ("axes", "params", "collectives", "memory", "passes")
 
@@ -78,9 +79,10 @@ def main() -> None:
     print(f"{count / 1e9:.1f} billion parameters, {mesh.world_size} ranks: {mesh}", flush=True)
 
     began = time.perf_counter()
-    sharded = autoshard(
-        model, mesh, example_inputs=example_inputs(arguments.rows, arguments.length)
-    )
+    with show():  # on stderr, what is being done
+        sharded = autoshard(
+            model, mesh, example_inputs=example_inputs(arguments.rows, arguments.length)
+        )
     module = sharded.rank(arguments.rank) if arguments.rank else sharded
     print(module)
     for name in arguments.table or TABLES:

@@ -103,10 +103,16 @@ class TensorParallel(Pass):
             start = max((done.get(n, 1) for n in best.work), default=1)
             share = _share(best, ranks // start, start)
             if share == 1:
+                program.left[best.axis] = self._undivided(best.axis.size, ranks // start, ranks)
                 continue
             taken.append((best, start, start * share, f"{gain:.0f} FLOPs saved per byte moved"))
             for node in best.work:
                 done[node] = max(done.get(node, 1), start * share)
+        for _, i in heap:
+            if found[i].blocked:
+                program.left[found[i].axis] = found[i].blocked
+            else:
+                program.left[found[i].axis] = "cutting it costs more than it saves"
         if not taken:
             raise ShardingError(
                 message(
@@ -120,6 +126,10 @@ class TensorParallel(Pass):
                 )
             )
         return taken
+
+    def _undivided(self, size: Any, left: int, ranks: int) -> str:
+        text = f"{self.axis}={ranks}" if left == ranks else f"{left}, left of {self.axis}={ranks},"
+        return f"{text} does not divide {size}: whole on every rank"
 
     def _gain(self, candidate: Candidate, done: dict[fx.Node, int], ranks: int) -> float:
         if candidate.blocked:

@@ -7,10 +7,13 @@ import handwritten as hw
 import pytest
 import sympy
 import torch
+from torch import nn
 from zoo import batch, tiny
 
 from autoshard import autoshard
-from autoshard.report import BATCH, SEQUENCE, TABLES, step_collectives
+from autoshard.report import BATCH, FEW, PRESENT, SEQUENCE, SHAPE, TABLES, step_collectives
+from autoshard.runtime.buckets import Reducer
+from autoshard.shapes import closed_forms
 
 HIDDEN, ITEMSIZE = 64, 4  # of tiny Llama
 RANKS_AND_KV_HEADS = [(2, 2), (4, 4), (4, 2)]
@@ -35,6 +38,16 @@ def row(module, name: str, **wanted: str) -> dict[str, str]:
     return found[0]
 
 
+def before(shape: str) -> str:
+    """The shape of the model, of ``[2*batch→batch, 64]``."""
+    return re.sub("→[^,\\]]*", "", shape)
+
+
+def after(shape: str) -> str:
+    """The shape on a rank."""
+    return re.sub("[^,\\[ ]*→", "", shape).strip()
+
+
 # --- bytes ---
 
 
@@ -46,7 +59,7 @@ def bytes_of_a_layer(
     for layers, sign in ((3, 1), (2, -1)):
         module = sharded(f"tp={tp}", layers, sequence_parallel, kv=kv)
         for c in step_collectives(module.program):
-            if c.axes == "tp" and not c.why.startswith("gradients"):
+            if c.axes == "tp" and not c.why.startswith(("gradients", "flags")):
                 count, size = total.get((c.when, c.kind), (0, 0))
                 total[c.when, c.kind] = count + sign * c.count, size + sign * c.bytes
     return {key: (count, sympy.expand(size)) for key, (count, size) in total.items() if count}
@@ -91,9 +104,30 @@ def test_a_fused_weight_counts_each_part_once():
     module = sharded("dp=2,tp=2", name="gpt2")
     sent = sum(c.bytes for c in step_collectives(module.program) if c.why.startswith("gradients"))
     local = sum(p.numel() for p in module.parameters())
-    over_tp = [r["parameter"] for r in rows(module, "params") if "tp" in r["gradient summed over"]]
+    over_tp = [r["parameter"] for r in rows(module, "params") if "tp" in r["gradient over"]]
     extra = sum(dict(module.named_parameters())[n].numel() for n in over_tp)
     assert sent == ITEMSIZE * (local + extra / 2)  # 2 (n-1)/n is 1 for two ranks, 3/2 for four
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("dp=2,tp=2", "llama"), ("dp=2,tp=2", "gpt2")])
+def test_gradient_rows_count_the_buckets_that_are_launched(monkeypatch, mesh, name):
+    module = sharded(mesh, name=name)
+    for limit in (25 * 2**20, 20_000):
+        monkeypatch.setattr("autoshard.cost.BUCKET_BYTES", limit)
+        reducer = Reducer(module, limit)
+        for c in step_collectives(module.program):
+            axes = tuple(c.axes.split(","))
+            if c.why.startswith("gradients"):
+                held = [b for b in reducer.buckets if b.axes == axes]
+                assert c.count == len(held) and (c.count > 1) == (
+                    limit == 20_000 and c.axes == "dp"
+                )
+                ranks = 2 ** len(axes)
+                assert c.bytes == sum(2 * (ranks - 1) * b.numel * ITEMSIZE // ranks for b in held)
+            elif c.why == PRESENT:
+                keys, flags = reducer._present[axes]
+                ranks = 2 ** len(axes)
+                assert (c.count, c.bytes) == (1, 2 * (ranks - 1) * len(keys) * ITEMSIZE // ranks)
 
 
 def test_the_number_beside_a_closed_form_is_its_value_at_the_captured_sizes():
@@ -138,8 +172,8 @@ def test_local_shapes_are_those_of_the_modules_tensors(mesh):
     listed = rows(module, "params")
     assert {r["parameter"] for r in listed} == set(real)
     for r in listed:
-        assert r["local shape"] == str(list(real[r["parameter"]].shape))
-        assert r["global shape"] == str(list(whole[r["parameter"]].shape))
+        assert before(r[SHAPE]) == str(list(whole[r["parameter"]].shape))
+        assert after(r[SHAPE]) == str(list(real[r["parameter"]].shape))
 
 
 def test_axes_say_who_cuts_them_and_why():
@@ -153,12 +187,34 @@ def test_axes_say_who_cuts_them_and_why():
     assert all(r["reason"] for r in rows(module, "axes"))
 
 
+def test_an_axis_that_tp_does_not_divide_says_so():
+    module = sharded("tp=3", kv=4)
+    heads = row(module, "axes", axis="heads")
+    assert heads["reason"] == "tp=3 does not divide 4: whole on every rank"
+    assert heads["cut over"] == "-"
+
+
+def test_a_mesh_without_tensor_parallelism_leaves_axes_to_nobody():
+    assert row(sharded("dp=2"), "axes", axis="kv")["reason"] == "no strategy of this mesh cuts it"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
+def test_no_two_axes_of_a_table_share_a_name(name):
+    module = sharded("tp=2", name=name)
+    names = [r["axis"] for r in rows(module, "axes") if r["axis"] != "-"]
+    assert len(set(names)) == len(names)
+    if name == "llama":
+        assert "hidden 2" in names  # the half of a head that is rotated is the first one
+        up = row(module, "params", parameter="model.layers.0.mlp.up_proj.weight")
+        assert up["axes"] == "[hidden 2, embed]" and up["layout"] == "tp:S(hidden 2)"
+
+
 def test_memory_is_that_of_the_modules_tensors():
     module = sharded("dp=2,tp=2")
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     whole = sum(p.numel() * p.element_size() for p in tiny("llama").parameters())
     for what, times in (("parameters", 1), ("gradients", 1), ("AdamW state", 2), ("total", 4)):
-        found = row(module, "memory", what=what)
+        found = row(module, "memory", **{"model state": what})
         assert found["bytes on a rank"] == times * held
         assert found["bytes on one device"] == times * whole
 
@@ -166,21 +222,21 @@ def test_memory_is_that_of_the_modules_tensors():
 # --- the graph ---
 
 GRAPH = """
-node                 op             module  global shape   layout                    local shape  collective          bytes
--------------------  -------------  ------  -------------  ------------------------  -----------  ------------------  ---------
-p_model_up_weight    placeholder            [64, 32]       dp:R tp:S(hidden)         [32, 32]
-p_model_up_bias      placeholder            [64]           dp:R tp:S(hidden)         [32]
-p_model_down_weight  placeholder            [32, 64]       dp:R tp:S(hidden)         [32, 32]
-p_model_down_bias    placeholder            [32]           dp:R                      [32]
-inputs_x             placeholder            [2*batch, 32]  dp:S(batch)               [batch, 32]
-inputs_target        placeholder            [2*batch, 32]  dp:S(batch)               [batch, 32]
+node                 op                  module  shape → on a rank              layout                    bytes
+-------------------  ------------------  ------  -----------------------------  ------------------------  ---------
+p_model_up_weight    placeholder                 [64→32, 32]                    dp:R tp:S(hidden)
+p_model_up_bias      placeholder                 [64→32]                        dp:R tp:S(hidden)
+p_model_down_weight  placeholder                 [32, 64→32]                    dp:R tp:S(hidden)
+p_model_down_bias    placeholder                 [32]                           dp:R
+inputs_x             placeholder                 [2*batch→batch, 32]            dp:S(batch)
+inputs_target        placeholder                 [2*batch→batch, 32]            dp:S(batch)
 sym_size_int         sym_size
-linear_default       linear column  up      [2*batch, 64]  dp:S(batch) tp:S(hidden)  [batch, 32]
-gelu_default         gelu                   [2*batch, 64]  dp:S(batch) tp:S(hidden)  [batch, 32]
-linear_default_1     linear row     down    [2*batch, 32]  dp:S(batch) tp:P          [batch, 32]
-all_reduce           all_reduce     down    [2*batch, 32]  dp:S(batch)               [batch, 32]  all_reduce over tp  128*batch
-add_tensor           add            down    [2*batch, 32]  dp:S(batch)               [batch, 32]
-mse_loss_default     mse_loss
+linear_default       linear column       up      [2*batch→batch, 64→32]         dp:S(batch) tp:S(hidden)
+gelu_default         gelu                        [2*batch→batch, 64→32]         dp:S(batch) tp:S(hidden)
+linear_default_1     linear row          down    [2*batch→batch, 32]            dp:S(batch) tp:P
+all_reduce           all_reduce over tp  down    [2*batch→batch, 32]            dp:S(batch)               128*batch
+add_tensor           add                 down    [2*batch→batch, 32]            dp:S(batch)
+mse_loss_default     mse_loss                    []
 """  # noqa: E501
 
 
@@ -202,16 +258,49 @@ def test_the_graph_table_lists_every_node_and_collective():
     listed = rows(module, "graph")
     nodes = [n for n in module.program.graph.nodes if n.op != "output"]
     assert [r["node"] for r in listed] == [n.name for n in nodes]
-    over = [r for r in listed if r["collective"]]
+    over = [r for r in listed if " over " in r["op"]]
     assert len(over) == len(module.program.conversions) > 8
-    gathers = [r for r in over if r["collective"] == "all_gather over tp"]
+    gathers = [r for r in over if r["op"] == "all_gather over tp" and r["layout"]]
+    assert len(gathers) > 4
     for r in gathers:
-        assert r["local shape"] == f"[batch, sequence, {HIDDEN}]"
-        assert r["global shape"] == f"[2*batch, sequence, {HIDDEN}]"
+        assert after(r[SHAPE]) == f"[batch, sequence, {HIDDEN}]"
+        assert before(r[SHAPE]) == f"[2*batch, sequence, {HIDDEN}]"
         assert r["bytes"] == BATCH * SEQUENCE * HIDDEN * ITEMSIZE / 2
     norm = next(r for r in listed if r["module"].endswith("input_layernorm") and r["op"] == "pow")
     assert norm["layout"] == "dp:S(batch) tp:S(sequence)"
-    assert norm["local shape"] == f"[batch, sequence/2, {HIDDEN}]"
+    assert after(norm[SHAPE]) == f"[batch, sequence/2, {HIDDEN}]"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2", "tp=4"])
+def test_every_tensor_of_the_graph_has_a_shape(mesh):
+    """Those that a rule makes for its own local form, too: the mask of an embedding's rows, the
+    sums of a loss over a vocabulary that is cut."""
+    module = sharded(mesh)
+    blank = [r["op"] for r in rows(module, "graph") if not r[SHAPE]]
+    assert set(blank) <= {"sym_size", "local_start", "local_size", "mul", "getitem"}, blank
+    if "tp" in mesh:
+        mask = next(r for r in rows(module, "graph") if r["op"] == "ge")
+        assert after(mask[SHAPE]).lstrip("→ ") == "[batch, sequence]"
+
+
+def test_shapes_in_the_graph_table_are_those_of_a_rank():
+    """At other sizes than those captured."""
+    found = {}
+
+    class Shapes(torch.fx.Interpreter):
+        def run_node(self, node):
+            out = super().run_node(node)
+            if isinstance(out, torch.Tensor):
+                found[node] = tuple(out.shape)
+            return out
+
+    module = sharded("tp=1")
+    alone = module.program
+    Shapes(alone.graph_module).run(*module.arguments((), batch(b=6, s=20)))
+    at = dict(zip(alone.hints, (6, 20), strict=True))
+    for node, shape in closed_forms(alone).items():
+        assert tuple(sympy.sympify(s).subs(at) for s in shape) == found[node], node
+    assert len(closed_forms(alone)) == len(found)
 
 
 # --- form ---
@@ -222,10 +311,45 @@ def test_repeated_layers_share_their_rows():
     for name in ("axes", "collectives"):
         assert len(rows(two, name)) == len(rows(five, name)), name
         assert not re.search(r"layers\.\d", five.table(name))
-    for name in ("params", "graph"):
-        assert "layers.4." in five.table(name)
+    assert "layers.4." in five.table("graph") and "layers.1." in two.table("params")
+    assert (len(rows(two, "params")), len(rows(five, "params"))) == (3 + 2 * 9, 3 + 9)
+    assert row(five, "params", parameter="model.layers.*.mlp.up_proj.weight")["count"] == 5
+    assert sum(r["count"] for r in rows(five, "params")) == len(list(five.named_parameters()))
     assert row(five, "axes", axis="kv")["count"] == 5
     assert len(str(five).splitlines()) == len(str(two).splitlines()) <= 10
+
+
+class Blocks(nn.Module):
+    """Layers that hold a sequence of two equal linears."""
+
+    def __init__(self, layers: int = 3):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))})
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["mlp"](x)
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+def test_only_the_index_of_a_layer_is_starred(mesh):
+    for layers in (1, 3, FEW + 1):
+        module = autoshard(Blocks(layers), mesh, example_inputs={"x": torch.randn(4, 64)})
+        text = "".join(module.table(name) for name in ("axes", "params", "collectives"))
+        assert "mlp.*" not in text and "*.mlp.*" not in text
+        assert ("blocks.*.mlp.0" in module.table("params")) == (layers > FEW)
+        if mesh == "tp=2" and layers > 1:
+            assert "row linear blocks.*.mlp.2" in module.table("collectives")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_readable_in_a_wide_terminal(name):
+    lines = sharded("dp=2,tp=2", 5).table(name).splitlines()
+    assert max(map(len, lines)) <= 166
 
 
 @pytest.mark.parametrize("name", TABLES)

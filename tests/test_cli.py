@@ -1,0 +1,95 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+import pytest
+
+from autoshard.cli import DEFAULT_TABLES, main
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return (self.down(torch.relu(self.up(x))) ** 2).mean()
+
+def build():
+    return Net(), {"x": torch.ones(4, 8)}
+
+def raises():
+    return helper()
+
+def helper():
+    return nn.Linear("a", 2)
+
+def leaves():
+    raise SystemExit(7)
+
+def indivisible():
+    return nn.Linear(7, 5), {"input": torch.ones(4, 7)}
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_inspect_prints_tables_and_tells_of_its_progress(model, capsys):
+    assert main(["inspect", model, "--mesh", "tp=2"]) == 0
+    out, err = capsys.readouterr()
+    assert [name for name in DEFAULT_TABLES if f"# {name}" not in out] == []
+    assert "axes" in DEFAULT_TABLES
+    assert "capturing Net" in err and "emitting" in err
+
+
+@pytest.mark.parametrize(("style", "mark"), [("github", "|--"), ("html", "<td"), ("tsv", "\t")])
+def test_tables_in_other_formats(model, style, mark, capsys):
+    assert main(["inspect", model, "--mesh", "tp=2", "--table", "params", "--format", style]) == 0
+    assert mark in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "words"), [("raises", "nn.Linear"), ("leaves", "SystemExit: 7")])
+def test_what_the_users_code_raises(model, name, words, capsys):
+    assert main(["inspect", f"{model}:{name}", "--mesh", "tp=2"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and f"in {name}" in err and "fix:" in err
+    assert "linear.py" not in err and "cli.py" not in err
+
+
+def test_a_file_that_does_not_run(model, capsys):
+    with open(model, "a") as file:
+        file.write("\n1 / 0\n")
+    assert main(["verify", model, "--mesh", "tp=2"]) == 2
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "1 / 0" in err
+
+
+def test_verify_prints_a_count_or_everything(model, capsys):
+    assert main(["verify", model, "--mesh", "dp=2,tp=2", "--steps", "3"]) == 0
+    short = capsys.readouterr().out
+    assert main(["verify", model, "--mesh", "dp=2,tp=2", "--steps", "3", "--all"]) == 0
+    long = capsys.readouterr().out
+    assert len(short.splitlines()) < len(long.splitlines())
+    assert "equal to one device" in short and "equal to one device" in long
+    assert "gradient up.weight" in long
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_strict(model, command, capsys):
+    assert main([command, f"{model}:indivisible", "--mesh", "tp=2", "--strict"]) == 2
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys):
+    for arguments in (["--version"], ["inspect", "--help"], ["verify", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "autoshard " in out and "Exit codes" in out and "axes, params" in out
