@@ -390,6 +390,18 @@ def _program(
             updates[by_target[spec.target.removeprefix("model.")]] = position
         elif spec.kind.name == "USER_OUTPUT":
             user_outputs.append(position)
+        else:
+            target = str(spec.target).removeprefix("model.")
+            raise CaptureError(
+                message(
+                    type(model).__name__,
+                    target,
+                    spec.kind.name.lower().replace("_", " "),
+                    "forward writes in place to one of its inputs or parameters "
+                    "(as an embedding with max_norm does)",
+                    "write to a copy, or register what changes as a buffer",
+                )
+            )
     results = list(output.args[0])
     order = user_outputs + list(updates.values())
     output.args = (tuple(results[i] for i in order),)

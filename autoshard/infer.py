@@ -55,6 +55,8 @@ def _placeholder(program: Program, typer: Typer, node: fx.Node) -> None:
         return
     for axis in [a for d in program.dims[node][:2] for a in d]:
         axis.rigid = True
+    if not typer.rows and value.ndim and not isinstance(size := expression(value.shape[0]), int):
+        typer.rows[size] = program.dims[node][0]
     for other in program.graph.nodes:  # inputs of equal leading size share the batch
         if other is node:
             break
@@ -81,13 +83,18 @@ def _type(program: Program, typer: Typer, node: fx.Node) -> Typing:
                 )
             ) from error
     program.fallbacks.append(op_name(node.target))
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     whole = [
         d for n in node.all_input_nodes if n in program.dims for d in _all_dims(program.dims[n])
     ]
     value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return Typing(typer.new(value), whole=whole)
-    return Typing([typer.new(v) if isinstance(v, torch.Tensor) else () for v in value], whole=whole)
+    several = not isinstance(value, torch.Tensor)
+    out: Any = (
+        [typer.new(v) if isinstance(v, torch.Tensor) else () for v in value]
+        if several
+        else typer.new(value)
+    )
+    return Typing(out, whole=whole, random=random)
 
 
 def _all_dims(dims: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import transformers
 from compare import difference
 from zoo import batch, tiny, tiny_config
 
-from autoshard import MeshSpec, ShardingError, autoshard, collectives, verify
+from autoshard import CaptureError, MeshSpec, ShardingError, autoshard, collectives, verify
 
 
 def proved(model, mesh, inputs, **options):
@@ -302,7 +302,11 @@ class Mixing(torch.nn.Module):
     "mix",
     [
         lambda y: y @ y.T,
-        lambda y: y.std(0),
+        lambda y: y.logsumexp(0),
+        lambda y: y * torch.arange(y.shape[0])[:, None],
+        lambda y: torch.eye(y.shape[0]) @ y,
+        lambda y: y[torch.tensor([2, 0, 1, 3])],
+        lambda y: y.sort(0).values,
         lambda y: y[0],
         lambda y: y.sort(0).values.cumsum(0),
         lambda y: y.flip(0),
@@ -341,3 +345,80 @@ class TimeShift(torch.nn.Module):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_shift_along_the_sequence_reads_it_whole(sequence_parallel):
     proved(TimeShift(), {"tp": 2}, hw.tokens(), sequence_parallel=sequence_parallel)
+
+
+class OnWords(torch.nn.Module):
+    """Words, numbers of words, and vectors; ``then`` makes a loss of them."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.then = then
+        self.words = torch.nn.Embedding(16, 8, padding_idx=1)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def out(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+    def forward(self, x, ids, which):
+        return self.then(self, x, ids, which)
+
+
+CASES_ON_WORDS = {
+    "a padding row": lambda m, x, ids, which: m.out(m.words(ids)).square().mean(),
+    "a padding row, tied": lambda m, x, ids, which: torch.nn.functional.cross_entropy(
+        (m.words(ids) @ m.words.weight.T).flatten(0, 1), ids.flatten()
+    ),
+    "sums by class": lambda m, x, ids, which: (
+        torch.ones(4, 4).index_add(0, which, m.out(x)).square().sum()
+    ),
+    "one of every row": lambda m, x, ids, which: m.out(x)[torch.arange(x.shape[0]), which].mean(),
+    "ones by row": lambda m, x, ids, which: m.out(x).mean() * torch.ones(x.shape[0]).sum(),
+    "einsum without an arrow": lambda m, x, ids, which: (
+        torch.einsum("bi,ij", m.out(x), m.down.weight).square().sum()
+    ),
+    "einsum with an ellipsis": lambda m, x, ids, which: (
+        torch.einsum("...i,ij->...j", m.out(x), m.down.weight).square().sum()
+    ),
+    "a fixed number of rows": lambda m, x, ids, which: (
+        m.out(x) * torch.arange(len(x))[:, None]
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("case", CASES_ON_WORDS)
+def test_words_rows_and_letters(case, mesh):
+    inputs = {
+        "x": torch.randn(6, 8),
+        "ids": torch.randint(0, 16, (6, 5)).clamp(max=9),
+        "which": torch.randint(0, 4, (6,)),
+    }
+    inputs["ids"][:, 0] = 1  # the padding row
+    proved(OnWords(CASES_ON_WORDS[case]), mesh, inputs)
+
+
+@pytest.mark.parametrize("length", [5, 6, 7, 9])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_lengths_that_do_not_divide_with_fewer_heads_than_ranks(length, ranks):
+    config = tiny_config("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    proved(transformers.LlamaForCausalLM(config), {"tp": ranks}, batch(s=length, b=2, pad=False))
+
+
+class Writing(torch.nn.Module):
+    def __init__(self, to_input: bool):
+        super().__init__()
+        self.to_input = to_input
+        self.table, self.up = torch.nn.Embedding(8, 16, max_norm=1.0), torch.nn.Linear(16, 16)
+
+    def forward(self, x, ids):
+        if self.to_input:
+            return self.up(x.mul_(2)).square().mean()
+        return self.up(self.table(ids)).square().mean()
+
+
+@pytest.mark.parametrize("to_input", [True, False])
+def test_writing_to_inputs_or_parameters_is_refused(to_input):
+    given = {"x": torch.randn(4, 16), "ids": torch.arange(4)}
+    with pytest.raises(CaptureError) as error:
+        autoshard(Writing(to_input), {"tp": 2}, example_inputs=given)
+    assert "in place" in str(error.value)

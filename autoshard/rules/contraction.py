@@ -71,18 +71,37 @@ def matmul(t: Typer, node: fx.Node) -> Typing:
 
 
 def einsum(t: Typer, node: fx.Node) -> Typing:
-    """Any einsum without an ellipsis."""
-    equation, inputs = node.args[0].replace(" ", ""), node.args[1]
-    left, _, right = equation.partition("->")
+    """Any einsum; an ellipsis stands for the leading dimensions, as in torch."""
+    inputs = [t.dims(operand) for operand in node.args[1]]
+    operands, right = _letters(node.args[0], [len(dims) for dims in inputs])
     named: dict[str, Dim] = {}
-    for letters, operand in zip(left.split(","), inputs, strict=True):
-        for letter, dim in zip(letters, t.dims(operand), strict=True):
+    for letters, dims in zip(operands, inputs, strict=True):
+        for letter, dim in zip(letters, dims, strict=True):
             if letter in named and named[letter] and dim:
                 unify(named[letter], dim)
             named[letter] = named.get(letter) or dim
     summed = [dim for letter, dim in named.items() if letter not in right]
     out = tuple(named[letter] for letter in right)
     return Typing(out, summed=summed, flops=_flops(*out, *summed), linear="one")
+
+
+def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """The subscripts of every operand and of the result, one a dimension. Those of an ellipsis are
+    named ``.n``, counted from the last."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    operands: list[list[str]] = []
+    longest = 0
+    for text, rank in zip(left.split(","), ranks, strict=True):
+        before, dots, after = text.partition("...")
+        count = rank - len(before) - len(after) if dots else 0
+        longest = max(longest, count)
+        operands.append([*before, *(f".{n}" for n in range(count, 0, -1)), *after])
+    hidden = [f".{n}" for n in range(longest, 0, -1)]
+    if arrow:
+        before, dots, after = right.partition("...")
+        return operands, [*before, *(hidden if dots else []), *after]
+    plain = [c for c in left if c.isalpha()]
+    return operands, [*hidden, *sorted(c for c in set(plain) if plain.count(c) == 1)]
 
 
 def grouped_mm(t: Typer, node: fx.Node) -> Typing:

@@ -24,11 +24,13 @@ class Typing:
     fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
     linear: a partial sum passes: ``"all"``: when every operand is one; ``"one"``: when one operand
         is; ``"first"``: when the first is. `passes.partition` sees that it occurs once.
-    localize: writes the local form of the op; see `passes.partition.Local`. None: the op itself.
+    localize: writes the local form of the op; see `autoshard.local.Local`. None: the op itself.
     shapes: argument positions that hold result shapes.
     random: draws random numbers.
     per_row: an order or choice among tokens that each rank may make among its own rows: samples
         need not be whole even where ``whole`` names them.
+    positions: operands that must be positions among this rank's own rows where the rows they
+        point at are cut (an order made here, not numbers given as input).
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
         over the data axes.
     """
@@ -42,6 +44,7 @@ class Typing:
     shapes: int | None = None
     random: bool = False
     per_row: bool = False
+    positions: tuple[fx.Node, ...] = ()
     as_is: tuple[fx.Node, ...] = ()
     flops: Any = 0
 
@@ -54,6 +57,7 @@ class Typer:
 
     def __init__(self, dims: dict[fx.Node, Any], size: Callable[[Any], Any]):
         self._dims, self._size = dims, size
+        self.rows: dict[Any, Dim] = {}  # the dynamic number of rows of the inputs -> the batch
 
     def dims(self, node: fx.Node) -> Dims:
         return self._dims[node]
@@ -63,7 +67,11 @@ class Typer:
 
     def new(self, value: torch.Tensor) -> Dims:
         """Fresh dimensions for a tensor."""
-        return tuple(axis_dim(s) for s in self.shape(value))
+        return tuple(self.fresh(s) for s in self.shape(value))
+
+    def fresh(self, size: Any) -> Dim:
+        """A fresh dimension; the batch where the size is the number of rows."""
+        return self.rows[size] if size in self.rows else axis_dim(size)
 
     def results(self, node: fx.Node) -> list[torch.Tensor]:
         value = node.meta["val"]

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.axes import leaves, same_size
-from autoshard.rules.core import Dim, Typer, Typing, broadcast, size_of, unify
+from autoshard.axes import atoms, leaves, same_size
+from autoshard.errors import ShardingError, message
+from autoshard.program import module_path
+from autoshard.rules.core import Dim, Typer, Typing, argument, broadcast, size_of, unify
 
 aten = torch.ops.aten
 
@@ -23,12 +25,26 @@ def embedding(t: Typer, node: fx.Node) -> Typing:
 
 def _embedding(rows: Dim) -> Any:
     def localize(local: Any) -> Any:
-        cut = local.cutting([rows])
+        node, cut = local.node, local.cutting([rows])
+        padding = argument(node, 2, "padding_idx", -1)
+        tokens = [d for d in local.out_dims() if local.cutting([d])]
+        if argument(node, 3, "scale_grad_by_freq", False) and (cut or tokens):
+            raise ShardingError(
+                message(
+                    f"embedding {module_path(node)}",
+                    "scale_grad_by_freq",
+                    f"tokens over {', '.join(local.cutting(tokens)) or 'whole'}",
+                    "a rank counts its own tokens only",
+                    "set scale_grad_by_freq=False",
+                )
+            )
         if not cut:
             return local.default()
         weight, ids = local.value(0), local.value(1)
         inside, shifted = local.own_range(ids, rows, cut)
-        found = local.emit(aten.embedding.default, weight, shifted)
+        if isinstance(padding, fx.Node) or padding >= 0:  # that row's place here: outside on most
+            padding = local.minus(local.mapped(padding), local.start(rows, cut))
+        found = local.emit(aten.embedding.default, weight, shifted, padding)
         outside = local.emit(aten.logical_not.default, inside)
         outside = local.emit(aten.unsqueeze.default, outside, -1)
         return local.emit(aten.masked_fill.Scalar, found, outside, 0)
@@ -48,7 +64,9 @@ def index(t: Typer, node: fx.Node) -> Typing:
     together = used == list(range(used[0], used[-1] + 1))
     at = used[0] if together else 0
     out = (*rest[:at], *chosen, *rest[at:])
-    return Typing(out, whole=[dims[i] for i in used], linear="first", per_row=True)
+    pointing = tuple(indices[i] for i in used)
+    whole = [dims[i] for i in used]
+    return Typing(out, whole=whole, linear="first", per_row=True, positions=pointing)
 
 
 def index_select(t: Typer, node: fx.Node) -> Typing:
@@ -73,7 +91,8 @@ def index_put(t: Typer, node: fx.Node) -> Typing:
         whole.extend(values[: len(values) - len(trailing)])
     else:
         whole.extend([*rest, *values])
-    return Typing(dims, whole=whole, linear="all", per_row=True)
+    pointing = tuple(indices[i] for i in used)
+    return Typing(dims, whole=whole, linear="all", per_row=True, positions=pointing)
 
 
 def gather(t: Typer, node: fx.Node) -> Typing:
@@ -111,11 +130,34 @@ def scatter(t: Typer, node: fx.Node) -> Typing:
 
 
 def index_add(t: Typer, node: fx.Node) -> Typing:
-    """index_add(x, dim, index, source)"""
+    """index_add(x, dim, index, source): the source's rows are summed into those of x."""
     x, at, source = t.dims(node.args[0]), node.args[1], t.dims(node.args[3])
     unify(t.dims(node.args[2])[0], source[at])
-    whole = [x[at], source[at], *_along(x, source, at)]
-    return Typing(x, whole=whole, linear="all", per_row=True)
+    whole = [x[at], *_along(x, source, at)]
+    return Typing(
+        x,
+        whole=whole,
+        summed=[source[at]],
+        linear="all",
+        per_row=True,
+        positions=(node.args[2],),
+        localize=_index_add(x, source[at]),
+    )
+
+
+def _index_add(x: Any, summed: Dim) -> Any:
+    """Rows that are cut and do not come out: added to zeros, summed over the ranks, then to x."""
+    own = {id(a) for d in x for a in atoms(d)}
+
+    def localize(local: Any) -> Any:
+        if all(m not in local.cutting([summed]) or id(s) in own for m, s in local.modes.items()):
+            return local.default()
+        into, *rest = (local.mapped(a) for a in local.node.args)
+        zeros = local.emit(aten.zeros_like.default, into)
+        part = local.emit(local.node.target, zeros, *rest, **local.mapped(local.node.kwargs))
+        return local.then_add(part, local.node.args[0])
+
+    return localize
 
 
 def one_hot(t: Typer, node: fx.Node) -> Typing:

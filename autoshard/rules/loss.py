@@ -58,7 +58,7 @@ def _cross_entropy(tokens: list[Dim], classes: Dim) -> Any:
         logits, target = local.value(0), local.value(1)
         weight = argument(node, 2, "weight")
         weight = local.mapped(weight) if weight is not None else None
-        ignore = argument(node, 4, "ignore_index", -100)
+        ignore = local.mapped(argument(node, 4, "ignore_index", -100))
         rest = node.args[5:]  # label_smoothing
         if cut:
             total = _vocab_parallel(local, tokens, classes, cut, ignore)

@@ -83,7 +83,9 @@ def along(t: Typer, node: fx.Node) -> Typing:
     whole = [dims[at]] if dims else []
     linear = "one" if "cumsum" in str(node.target) else ""
     out: Any = [dims] * len(t.results(node)) if several else dims
-    return Typing(out, whole=whole, linear=linear, per_row="sort" in str(node.target))
+    # integers (the experts of tokens) may be ordered among a rank's own rows; values would differ
+    ordered = "sort" in str(node.target) and not node.args[0].meta["val"].is_floating_point()
+    return Typing(out, whole=whole, linear=linear, per_row=ordered)
 
 
 def topk(t: Typer, node: fx.Node) -> Typing:

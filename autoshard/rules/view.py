@@ -106,7 +106,7 @@ def expand(t: Typer, node: fx.Node) -> Typing:
     shape = t.shape(node.meta["val"])
     old = t.dims(node.args[0])
     old = ((),) * (len(shape) - len(old)) + tuple(old)
-    grown = [d if d or s == 1 else fresh(s) for d, s in zip(old, shape, strict=True)]
+    grown = [d if d or s == 1 else t.fresh(s) for d, s in zip(old, shape, strict=True)]
     new = [g for d, g in zip(old, grown, strict=True) if not d and g]
     return Typing(tuple(grown), fresh=new, linear="one", shapes=1, localize=_expand)
 
@@ -233,7 +233,7 @@ def repeat(t: Typer, node: fx.Node) -> Typing:
     """x[d] repeated n times -> [n d]; every rank may make its own part of the n."""
     source = t.dims(node.args[0])
     source = ((),) * (len(node.args[1]) - len(source)) + tuple(source)
-    times = [fresh(t.size(_value(n))) for n in node.args[1]]
+    times = [t.fresh(t.size(_value(n))) for n in node.args[1]]
     out = tuple((*many, *dim) for many, dim in zip(times, source, strict=True))
     return Typing(out, fresh=times, linear="one", localize=_repeat(times))
 

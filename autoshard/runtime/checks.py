@@ -13,6 +13,7 @@ from torch import fx
 
 from autoshard.axes import Axis, leaves
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
+from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
@@ -105,12 +106,13 @@ def _sizes(program: Program, given: dict[str, Any]) -> list[str]:
         if len(shape) != node.meta["val"].ndim:
             wrong.append(f"{name} has {len(shape)} dimensions, not {node.meta['val'].ndim}")
             continue
-        for at, (size, expected) in enumerate(zip(shape, node.meta["val"].shape, strict=True)):
+        for at, (size, dim) in enumerate(zip(shape, node.meta["val"].shape, strict=True)):
+            expected = expression(dim)
             if isinstance(expected, int):
                 here = expected // _ranks(program, node, at)
                 if size != here:
                     wrong.append(f"{name} has {size} in dimension {at}, captured with {here}")
-            elif size != (first := known.setdefault(expected.node.expr, (size, name)))[0]:
+            elif size != (first := known.setdefault(expected, (size, name)))[0]:
                 wrong.append(
                     f"{name} has {size} in dimension {at}, where {first[1]} has {first[0]}"
                 )

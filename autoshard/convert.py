@@ -1,0 +1,240 @@
+"""Conversions: a value in the layout in which an op reads it, made once and kept."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard import collectives
+from autoshard.axes import Axis, Dim, atoms, leaves
+from autoshard.errors import ShardingError, message
+from autoshard.layout import I, Layout, P, R, cut_axes
+from autoshard.program import Program
+from autoshard.writer import Value, Writer
+
+aten = torch.ops.aten
+
+#: The conversions between whole states, by these.
+CONVERSION_KIND = {
+    (kind.source, kind.target): name
+    for name, kind in collectives.TABLE.items()
+    if "S" not in (kind.source, kind.target)
+}
+
+#: What happens to the parts of a concatenation that the axis does not cut (they are replicated
+#: there).
+UNCUT_PART = {
+    "all_gather_invariant": "invariant",
+    "reduce_scatter": "all_reduce_replicate",
+    "shard": "replicate",
+}
+
+
+class Converter(Writer):
+    """A writer that puts in the collectives where a value is read in another layout."""
+
+    def __init__(self, program: Program):
+        super().__init__(program)
+        self.layouts: dict[fx.Node, Any] = {}
+        self.dims: dict[fx.Node, Any] = {}
+        self.read_replicated: set[tuple[str, str]] = set()
+        self.invariant_reads: list[tuple[fx.Node, str, str]] = []
+
+    def wanted(self, value: Value, modes: dict[str, Any]) -> Layout:
+        """The layout in which an op reads an operand."""
+        own = {id(a) for d in value.dims for a in atoms(d)}
+        target: Layout = {}
+        for m, mode in modes.items():
+            if isinstance(mode, Axis):
+                target[m] = mode if id(mode) in own else R
+            elif mode == P:
+                target[m] = P if value.layout[m] == P else R
+            else:
+                target[m] = mode
+        return target
+
+    def convert(self, value: Value, target: Layout) -> fx.Node:
+        """The value in another layout; made once per target."""
+        if value.parameter:
+            return self._read_parameter(value, target)
+        if not value.grad:  # no gradient: invariant and replicated are the same thing
+            target = {
+                m: value.layout[m] if {s, value.layout[m]} <= {I, R} else s
+                for m, s in target.items()
+            }
+        key = tuple(id(s) if isinstance(s, Axis) else s for s in target.values())
+        if key not in value.converted:
+            value.converted[key] = self._convert(value, target)
+        return value.converted[key]
+
+    def _read_parameter(self, value: Value, target: Layout) -> fx.Node:
+        """A parameter read by cut work is R (its gradient is reduced once, later); read by
+        invariant work it is I. Which of the two, or both, is settled after the walk."""
+        node, layout, invariant = value.node, dict(value.layout), []
+        for m, state in target.items():
+            if layout[m] == state:
+                if state == I and value.grad:
+                    invariant.append(m)
+            elif layout[m] == I and state == R:
+                layout[m] = R
+                self.read_replicated.add((value.parameter, m))
+        for m in invariant:
+            key = ("invariant", m, tuple(id(n) for n in [node]))
+            if key not in value.converted:
+                new = self.emit_collective("invariant", node, (m,), 0, 0, value, layout)
+                self.invariant_reads.append((new, value.parameter, m))
+                value.converted[key] = new
+            node = value.converted[key]
+        if all(layout[m] is s or layout[m] == s for m, s in target.items()):
+            return node
+        temporary = Value(node, value.dims, layout, value.grad, True, value.itemsize)
+        return self._convert(temporary, target)
+
+    def settle_parameters(self) -> None:
+        for node, name, m in self.invariant_reads:
+            if (name, m) not in self.read_replicated:
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        for node, value in self.env.items():
+            if isinstance(value, Value) and value.parameter and node.op == "placeholder":
+                layout = dict(value.layout)
+                for m in self.axes:
+                    if (value.parameter, m) in self.read_replicated:
+                        layout[m] = R
+                self.program.values[value.parameter].layout = layout
+                self.layouts[value.node] = layout
+
+    def _convert(self, value: Value, target: Layout) -> fx.Node:
+        """Gather what is to be whole, cut what is to be cut, then change what remains. All the mesh
+        axes that cut a logical axis act at once: pieces of pieces would have other bounds."""
+        node, layout = value.node, dict(value.layout)
+        for axis in reversed(_cut_in(layout)):
+            if cut_axes(layout, axis) != cut_axes(target, axis):
+                node = self._gather(node, value, layout, target, axis)
+        for axis in _cut_in(target):
+            if cut_axes(layout, axis) != cut_axes(target, axis):
+                node = self._cut(node, value, layout, axis, cut_axes(target, axis))
+        steps = [m for m in self.axes if not _same(layout[m], target[m])]
+        node = self._change(node, value, layout, target, steps)
+        if node is not value.node:
+            self.dims[node], self.layouts[node] = value.dims, layout
+        return node
+
+    def _gather(
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, axis: Axis
+    ) -> fx.Node:
+        over = cut_axes(layout, axis)
+        state = R if any(target[m] == R for m in over) else I
+        kind = "all_gather" if state == R else "all_gather_invariant"
+        node = self._along(kind, node, value, layout, axis, over)
+        layout.update(dict.fromkeys(over, state))
+        return node
+
+    def _cut(
+        self, node: fx.Node, value: Value, layout: Layout, axis: Axis, over: tuple[str, ...]
+    ) -> fx.Node:
+        states = {layout[m] for m in over}
+        if states == {P}:
+            kind = "reduce_scatter"
+        elif states == {I} or (states <= {I, R} and not value.grad):
+            kind = "shard"
+        else:
+            kind = "shard_replicated"
+            steps = [m for m in over if layout[m] != R]
+            node = self._change(node, value, layout, layout | dict.fromkeys(steps, R), steps)
+        layout.update(dict.fromkeys(over, axis))
+        return self._along(kind, node, value, layout, axis, over)
+
+    def _change(
+        self, node: fx.Node, value: Value, layout: Layout, target: Layout, steps: list[str]
+    ) -> fx.Node:
+        """Between whole states; neighbouring mesh axes that change alike are converted together."""
+        while steps:
+            first = steps[0]
+            group = [
+                m
+                for m in steps
+                if _same(layout[m], layout[first]) and _same(target[m], target[first])
+            ]
+            steps = [m for m in steps if m not in group]
+            old, new = layout[first], target[first]
+            if (old, new) not in CONVERSION_KIND:
+                raise ShardingError(
+                    message(
+                        f"partition of {self.source}",
+                        f"a value {old} over {','.join(group)}",
+                        f"wanted as {new}",
+                        "there is no conversion between these layouts",
+                        "report this model",
+                    )
+                )
+            kind = CONVERSION_KIND[old, new]
+            layout.update(dict.fromkeys(group, new))
+            if value.grad or kind not in ("replicate", "invariant"):
+                node = self.emit_collective(kind, node, group, 0, 0, value, layout)
+        return node
+
+    def _along(
+        self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any
+    ) -> fx.Node:
+        """A collective along one logical axis, wherever it sits in the tensor's dimensions."""
+        at = next(i for i, d in enumerate(value.dims) if axis in set(atoms(d)))
+        gathers = kind.startswith("all_gather")
+        inner = {**layout}
+        if not gathers:  # layout already names the result; the operand is whole over the group
+            for m in group:
+                inner[m] = I
+        return self._along_dim(kind, node, value, inner, axis, group, at, value.dims[at])
+
+    def _along_dim(
+        self,
+        kind: str,
+        node: fx.Node,
+        value: Value,
+        layout: Layout,
+        axis: Axis,
+        group: Any,
+        at: int,
+        dim: Dim,
+    ) -> fx.Node:
+        axes = leaves(dim)
+        if axes == (axis,):
+            rest = {**layout, **dict.fromkeys(group, I)}
+            size = self.size((axis,), rest)
+            return self.emit_collective(kind, node, group, at, size, value, layout)
+        if len(axes) == 1:  # a concatenation: piece by piece
+            parts = axes[0].parts or ()
+            sizes = [self.size(p, layout) for p in parts]
+            pieces = self.emit(self.source, aten.split_with_sizes.default, node, sizes, at)
+            done = []
+            for i, part in enumerate(parts):
+                item = self.emit(self.source, operator.getitem, pieces, i)
+                dims = (*value.dims[:at], part, *value.dims[at + 1 :])
+                piece = replace(value, dims=dims)  # its own number of elements, for the tables
+                if axis in set(atoms(part)):
+                    item = self._along_dim(kind, item, piece, layout, axis, group, at, part)
+                elif kind in UNCUT_PART and value.grad:
+                    item = self.emit_collective(UNCUT_PART[kind], item, group, 0, 0, piece, layout)
+                done.append(item)
+            return self.emit(self.source, aten.cat.default, done, at)
+        sizes = [self.size((a,), layout) for a in axes]
+        place = next(i for i, a in enumerate(axes) if axis in set(atoms((a,))))
+        node = self.emit(self.source, aten.unflatten.int, node, at, sizes)
+        dims = (*value.dims[:at], *((a,) for a in axes), *value.dims[at + 1 :])
+        split = replace(value, dims=dims)
+        node = self._along_dim(kind, node, split, layout, axis, group, at + place, (axes[place],))
+        return self.emit(self.source, aten.flatten.using_ints, node, at, at + len(axes) - 1)
+
+
+def _cut_in(layout: Layout) -> list[Axis]:
+    """The logical axes that a layout cuts, by their outermost mesh axis."""
+    found = {id(s): s for s in layout.values() if isinstance(s, Axis)}
+    return list(found.values())
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, str) and a == b)
