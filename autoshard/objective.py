@@ -39,7 +39,7 @@ def wrong_loss(program: Program) -> str:
     if "loss" in names and names.index("loss") not in scalars:
         shape = tuple(_output(program)[names.index("loss")].meta["val"].shape)
         if shape:
-            return f"the output loss has shape {tuple(map(str, shape))}, and is no scalar"
+            return f"the output loss has shape ({', '.join(map(str, shape))}), and is no scalar"
         return "the output loss does not depend on any trainable parameter"
     if "loss" not in names and len(scalars) > 1:
         return f"{', '.join(names[i] for i in scalars)} are all scalars, and none is called loss"
