@@ -204,8 +204,9 @@ def verify(
     Runs ``steps`` optimizer steps (AdamW unless ``optimizer(params)`` is given) on copies of the
     model, with gradients clipped to ``max_norm``. ``example_inputs`` is the global batch. The other
     options are those of `autoshard`. Raises MeshError for a batch that the data axes do not divide,
-    CaptureError for a model on the meta device, and ShardingError for one whose ranks draw random
-    numbers of their own (dropout).
+    CaptureError for a model on the meta device, with nothing to train, that cannot be copied, or
+    whose loss cannot be told, and ShardingError for one whose ranks draw random numbers of their
+    own (dropout). A model without a loss is trained on the mean squares of its outputs.
     """
     from autoshard.api import Source
 
