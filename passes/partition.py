@@ -212,6 +212,9 @@ class Partitioner(Converter):
         if typing.per_row:
             whole -= self._among_own_rows(whole, typing, outs)
         banned = {id(a) for dims in tensors for a in _repeats(dims)}
+        if typing.selects:
+            coming = {id(a) for dims in outs for d in dims for a in atoms(d)}
+            banned |= {id(a) for v in values for d in v.dims for a in atoms(d)} - coming
         for dim in typing.summed:
             banned |= {id(a) for a in atoms(dim) if not _throughout(dim, a)}
         space: dict[int, Axis] = {}
@@ -421,11 +424,11 @@ def _repeated(dims: Any, axis: Axis) -> bool:
 
 
 def _repeats(dims: Any) -> list[Axis]:
-    """Axes that occur in more than one dimension of a tensor."""
+    """Axes that occur in more than one dimension of a tensor, or as two factors of one."""
     seen: dict[int, int] = {}
     axes: dict[int, Axis] = {}
-    for dim in dims:
-        for axis in set(atoms(dim)):
+    for factor in (factor for dim in dims for factor in leaves(dim)):
+        for axis in set(atoms((factor,))):
             seen[id(axis)] = seen.get(id(axis), 0) + 1
             axes[id(axis)] = axis
     return [axes[i] for i, count in seen.items() if count > 1]

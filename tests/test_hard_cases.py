@@ -422,3 +422,25 @@ def test_writing_to_inputs_or_parameters_is_refused(to_input):
     with pytest.raises(CaptureError) as error:
         autoshard(Writing(to_input), {"tp": 2}, example_inputs=given)
     assert "in place" in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x + x.chunk(2, -1)[0].repeat(1, 1, 2),
+        lambda x: x + x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
+    ],
+    ids=["a half, twice", "shuffled"],
+)
+def test_features_that_meet_themselves_in_another_order(mix, mesh):
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(24, 48), torch.nn.Linear(48, 24)
+
+        def forward(self, x):
+            x = mix(x)
+            return mix(x + self.down(torch.relu(self.up(x)))).square().mean()
+
+    proved(Mixed(), mesh, {"x": torch.randn(4, 8, 24)})

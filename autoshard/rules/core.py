@@ -29,6 +29,7 @@ class Typing:
     random: draws random numbers.
     per_row: an order or choice among tokens that each rank may make among its own rows: samples
         need not be whole even where ``whole`` names them.
+    selects: takes parts of a dimension: what tells the parts apart must be whole.
     positions: operands that must be positions among this rank's own rows where the rows they
         point at are cut (an order made here, not numbers given as input).
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
@@ -44,6 +45,7 @@ class Typing:
     shapes: int | None = None
     random: bool = False
     per_row: bool = False
+    selects: bool = False
     positions: tuple[fx.Node, ...] = ()
     as_is: tuple[fx.Node, ...] = ()
     flops: Any = 0

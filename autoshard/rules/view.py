@@ -133,7 +133,8 @@ def slice_(t: Typer, node: fx.Node) -> Typing:
         found = slice_dim(whole, first, last)
         if found is not None:
             dims[at] = found
-            return Typing(tuple(dims), linear="one", localize=_slice_piece(whole, first, at))
+            localize = _slice_piece(whole, first, at)
+            return Typing(tuple(dims), linear="one", localize=localize, selects=True)
     elif (
         isinstance(size, int)
         and isinstance(step, int)
@@ -178,7 +179,7 @@ def pieces(t: Typer, node: fx.Node) -> Typing:
     if not structured:
         out = [(*source[:at], fresh(s), *source[at + 1 :]) for s in sizes]
         return Typing(out, whole=[source[at]], linear="one")
-    return Typing(out, linear="one", localize=_pieces(at))
+    return Typing(out, linear="one", localize=_pieces(at), selects=True)
 
 
 def _pieces(at: int) -> Any:
