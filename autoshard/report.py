@@ -418,7 +418,8 @@ def params_table(program: Program) -> Table:
 
 
 def graph_table(program: Program) -> Table:
-    """Every node: op, module path, shape, layout, and of a collective mesh axes and bytes sent."""
+    """Every node (a parameter by its name): op, module path, global shape, layout, the shape on a
+    rank, and of a collective its mesh axes and the bytes sent."""
     sizes, names, kinds = Sizes(program), Names(program), linears(program)
     known = {c.node: c for c in program.conversions}
     forms = closed_forms(program)
@@ -427,7 +428,7 @@ def graph_table(program: Program) -> Table:
         if node.op == "output":
             continue
         dims, layout = program.dims.get(node), program.layouts.get(node)
-        text = sent = ""
+        text = sent = over = ""
         shape: list[Any] = []
         local = [sizes.local(s) for s in forms.get(node, ())]
         stated = isinstance(dims, tuple) and isinstance(layout, dict)
@@ -442,12 +443,24 @@ def graph_table(program: Program) -> Table:
         kind = op_name(node.target) if node.op == "call_function" else node.op
         kind = f"{kind} {kinds[node][1]}".strip() if node in kinds else kind
         if conversion := known.get(node.name):
-            kind = f"{kind} over {_over(conversion.axes, program)}"
+            over = f"{kind} over {_over(conversion.axes, program)}"
             sent = sizes.local(conversion_bytes(conversion, program.mesh)[0])
-        cell = _joined(shape, local) if stated or node in forms else ""
-        rows.append([node.name, kind, module_path(node), cell, text, sent])
-    headers = ["node", "op", "module", SHAPE, "layout", "bytes"]
-    return Table(headers, rows, ("bytes",), {"node": 20, "op": 22, "module": 28})
+        parameter = program.values.get(node.name) if node.op == "placeholder" else None
+        name = parameter.name if parameter else program.inputs.get(node.name, node.name)
+        held = _shape(local) if stated or node in forms else ""
+        whole_shape = _shape(shape) if stated else ""
+        rows.append([name, kind, module_path(node), whole_shape, text, held, over, sent])
+    headers = [
+        "node",
+        "op",
+        "module",
+        "global shape",
+        "layout",
+        "local shape",
+        "collective",
+        "bytes",
+    ]
+    return Table(headers, rows, ("bytes",), {"node": 44, "op": 22, "module": 40})
 
 
 def _size(dim: Any) -> Any:

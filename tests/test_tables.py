@@ -222,21 +222,21 @@ def test_memory_is_that_of_the_modules_tensors():
 # --- the graph ---
 
 GRAPH = """
-node                 op                  module  shape → on a rank              layout                    bytes
--------------------  ------------------  ------  -----------------------------  ------------------------  ---------
-p_model_up_weight    placeholder                 [64→32, 32]                    dp:R tp:S(hidden)
-p_model_up_bias      placeholder                 [64→32]                        dp:R tp:S(hidden)
-p_model_down_weight  placeholder                 [32, 64→32]                    dp:R tp:S(hidden)
-p_model_down_bias    placeholder                 [32]                           dp:R
-inputs_x             placeholder                 [2*batch→batch, 32]            dp:S(batch)
-inputs_target        placeholder                 [2*batch→batch, 32]            dp:S(batch)
-sym_size_int         sym_size
-linear_default       linear column       up      [2*batch→batch, 64→32]         dp:S(batch) tp:S(hidden)
-gelu_default         gelu                        [2*batch→batch, 64→32]         dp:S(batch) tp:S(hidden)
-linear_default_1     linear row          down    [2*batch→batch, 32]            dp:S(batch) tp:P
-all_reduce           all_reduce over tp  down    [2*batch→batch, 32]            dp:S(batch)               128*batch
-add_tensor           add                 down    [2*batch→batch, 32]            dp:S(batch)
-mse_loss_default     mse_loss                    []
+node              op             module    global shape    layout                    local shape    collective              bytes
+----------------  -------------  --------  --------------  ------------------------  -------------  ------------------  ---------
+up.weight         placeholder              [64, 32]        dp:R tp:S(hidden)         [32, 32]
+up.bias           placeholder              [64]            dp:R tp:S(hidden)         [32]
+down.weight       placeholder              [32, 64]        dp:R tp:S(hidden)         [32, 32]
+down.bias         placeholder              [32]            dp:R                      [32]
+x                 placeholder              [2*batch, 32]   dp:S(batch)               [batch, 32]
+target            placeholder              [2*batch, 32]   dp:S(batch)               [batch, 32]
+sym_size_int      sym_size
+linear_default    linear column  up        [2*batch, 64]   dp:S(batch) tp:S(hidden)  [batch, 32]
+gelu_default      gelu                     [2*batch, 64]   dp:S(batch) tp:S(hidden)  [batch, 32]
+linear_default_1  linear row     down      [2*batch, 32]   dp:S(batch) tp:P          [batch, 32]
+all_reduce        all_reduce     down      [2*batch, 32]   dp:S(batch)               [batch, 32]    all_reduce over tp  128*batch
+add_tensor        add            down      [2*batch, 32]   dp:S(batch)               [batch, 32]
+mse_loss_default  mse_loss                                                           []
 """  # noqa: E501
 
 
@@ -257,18 +257,19 @@ def test_the_graph_table_lists_every_node_and_collective():
     module = sharded("dp=2,tp=2")
     listed = rows(module, "graph")
     nodes = [n for n in module.program.graph.nodes if n.op != "output"]
-    assert [r["node"] for r in listed] == [n.name for n in nodes]
-    over = [r for r in listed if " over " in r["op"]]
+    known = {k: p.name for k, p in module.program.values.items()} | module.program.inputs
+    assert [r["node"] for r in listed] == [known.get(n.name, n.name) for n in nodes]
+    over = [r for r in listed if r["collective"]]
     assert len(over) == len(module.program.conversions) > 8
-    gathers = [r for r in over if r["op"] == "all_gather over tp" and r["layout"]]
+    gathers = [r for r in over if r["collective"] == "all_gather over tp" and r["layout"]]
     assert len(gathers) > 4
     for r in gathers:
-        assert after(r[SHAPE]) == f"[batch, sequence, {HIDDEN}]"
-        assert before(r[SHAPE]) == f"[2*batch, sequence, {HIDDEN}]"
+        assert r["local shape"] == f"[batch, sequence, {HIDDEN}]"
+        assert r["global shape"] == f"[2*batch, sequence, {HIDDEN}]"
         assert r["bytes"] == BATCH * SEQUENCE * HIDDEN * ITEMSIZE / 2
     norm = next(r for r in listed if r["module"].endswith("input_layernorm") and r["op"] == "pow")
     assert norm["layout"] == "dp:S(batch) tp:S(sequence)"
-    assert after(norm[SHAPE]) == f"[batch, sequence/2, {HIDDEN}]"
+    assert norm["local shape"] == f"[batch, sequence/2, {HIDDEN}]"
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2", "tp=4"])
@@ -276,11 +277,11 @@ def test_every_tensor_of_the_graph_has_a_shape(mesh):
     """Those that a rule makes for its own local form, too: the mask of an embedding's rows, the
     sums of a loss over a vocabulary that is cut."""
     module = sharded(mesh)
-    blank = [r["op"] for r in rows(module, "graph") if not r[SHAPE]]
+    blank = [r["op"] for r in rows(module, "graph") if not r["local shape"]]
     assert set(blank) <= {"sym_size", "local_start", "local_size", "mul", "getitem"}, blank
     if "tp" in mesh:
         mask = next(r for r in rows(module, "graph") if r["op"] == "ge")
-        assert after(mask[SHAPE]).lstrip("→ ") == "[batch, sequence]"
+        assert mask["local shape"] == "[batch, sequence]"
 
 
 def test_shapes_in_the_graph_table_are_those_of_a_rank():
@@ -367,7 +368,7 @@ def test_collectives_say_which_linear_they_serve():
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_readable_in_a_wide_terminal(name):
     lines = sharded("dp=2,tp=2", 5).table(name).splitlines()
-    assert max(map(len, lines)) <= 166
+    assert max(map(len, lines)) <= (250 if name == "graph" else 166)  # names in full there
 
 
 @pytest.mark.parametrize("name", TABLES)
