@@ -205,13 +205,30 @@ def _export(
     for shapes, label in ((auto, "batch and sequence"), (batch, "batch"), (None, "static")):
         try:
             with quietly():
-                return _export_once(wrapper, tensors, shapes, tables), label
+                exported = _export_once(wrapper, tensors, shapes, tables)
+            if shapes is None or _takes(exported, tensors):
+                return exported, label
         except CaptureError:
             raise
         except Exception as caught:  # torch.export raises many kinds
             error = caught
     assert error is not None
     raise _failed(wrapper.model, error) from error
+
+
+def _takes(exported: Any, tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether a graph takes the very inputs it was traced with: a size of one input may have been
+    fixed to that of another."""
+    names = [
+        s.arg.name for s in exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"
+    ]
+    made = {n.name: n.meta["val"].shape for n in exported.graph.find_nodes(op="placeholder")}
+    return all(
+        size == real
+        for name, tensor in zip(names, tensors.values(), strict=True)
+        for size, real in zip(made[name], tensor.shape, strict=True)
+        if isinstance(size, int) or size.node.expr.is_Integer
+    )
 
 
 def _export_once(
@@ -375,6 +392,16 @@ def _program(
             )
         elif kind == "USER_INPUT":
             inputs[placeholder] = user_names[len(inputs)]
+        elif spec.target not in exported.constants:
+            raise CaptureError(
+                message(
+                    type(model).__name__,
+                    placeholder,
+                    f"a graph input of kind {kind.lower()}",
+                    "an op checks its result while it runs (linalg.solve and its like do)",
+                    "compute it outside the model, or by ops without such a check",
+                )
+            )
         else:
             constant = exported.constants[spec.target]
             values[placeholder] = Parameter(
@@ -443,35 +470,37 @@ def _unify_symbols(program: Program, tensors: dict[str, torch.Tensor]) -> None:
     """Inputs with as many rows as the first share its batch. Where export proved only that
     products of input sizes agree (batch x length of ids and of labels), take the factors to
     agree."""
-    rows = next((len(x) for x in tensors.values() if x.ndim), 0)
-    batch: dict[Any, Any] = {}
-    first: dict[int, Any] = {}
-    same: dict[Any, Any] = {}
+    places: dict[Any, tuple[int, int]] = {}  # dynamic size of an input -> its position, its value
     env: Any = None
     for node in program.graph.nodes:
         if node.name not in program.inputs:
             continue
+        real = tensors[program.inputs[node.name]]
         for position, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, torch.SymInt):
-                env, symbol = size.node.shape_env, size.node.expr
-                kept = first.setdefault(position, symbol)
-                if kept != symbol and symbol.is_Symbol:
-                    same[symbol] = kept
-                    if position == 0 and len(tensors[program.inputs[node.name]]) == rows:
-                        batch[symbol] = kept
-    if batch:
-        env.replacements.update(batch)
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                env = size.node.shape_env
+                places.setdefault(size.node.expr, (position, int(real.shape[position])))
+    if env is None:
+        return
+    rows = next((len(x) for x in tensors.values() if x.ndim), 0)
+    same = _all_like_the_first([s for s, place in places.items() if place == (0, rows)])
+    for guard in env.guards:
+        if not isinstance(guard.expr, sympy.Eq):
+            continue
+        used = dict(same)
+        for place in {places[s] for s in guard.expr.free_symbols if s in places}:
+            alike = [s for s in places if places[s] == place and guard.expr.has(s)]
+            used |= _all_like_the_first([s for s in alike if s not in same])
+        if used and sympy.expand((guard.expr.lhs - guard.expr.rhs).subs(used)) == 0:
+            same |= used
+    if same:
+        env.replacements.update(same)
         env._update_version_counter()
         env._replacements_version_counter += 1
-    for guard in env.guards if env is not None else ():
-        expr = guard.expr
-        if not isinstance(expr, sympy.Eq):
-            continue
-        used = {a: b for a, b in same.items() if a in expr.free_symbols}
-        if used and sympy.expand((expr.lhs - expr.rhs).subs(used)) == 0:
-            env.replacements.update(used)
-            env._update_version_counter()
-            env._replacements_version_counter += 1
+
+
+def _all_like_the_first(symbols: list[Any]) -> dict[Any, Any]:
+    return dict.fromkeys(symbols[1:], symbols[0]) if symbols else {}
 
 
 def _merge_tied(graph: fx.Graph, values: dict[str, Parameter]) -> None:

@@ -35,7 +35,8 @@ class DataParallel(Pass):
                     f"dim 0 of {', '.join(program.inputs.values())}",
                     "it has one row in example_inputs, so its size is fixed"
                     if not found
-                    else "the model reshapes it in a way that mixes rows",
+                    else "the model reshapes it in a way that mixes rows, or fixes their number "
+                    "(len(x) does, x.shape[0] does not)",
                     "give example_inputs of two rows or more"
                     if not found
                     else f"drop {','.join(over)} from the mesh",

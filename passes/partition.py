@@ -27,7 +27,7 @@ from autoshard.infer import expression
 from autoshard.layout import I, Layout, P, R
 from autoshard.local import Local
 from autoshard.program import Conversion, Program, module_path, shallow, tensor_results
-from autoshard.rules import Typing, op_name
+from autoshard.rules import Typing, op_name, rule_for
 from autoshard.rules.core import operands
 from autoshard.writer import Value
 
@@ -285,13 +285,16 @@ class Partitioner(Converter):
         known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
+            known = rule_for(self.source.target) is not None
             raise ShardingError(
                 message(
                     f"{op_name(self.source.target)} {module_path(self.source)}",
                     f"result {self.source.name}",
                     f"batch of {needed[0].size} rows over {','.join(self.batch_axes)}",
-                    "this op mixes rows of the batch, and a data rank holds its own rows only",
-                    "drop the data axes, or give static sizes with a batch that they divide",
+                    "this op mixes rows of the batch, and a data rank holds its own rows only"
+                    if known
+                    else "this op has no rule, so it is taken to need the whole batch at once",
+                    "drop the data axes, or write it with other ops",
                 )
             )
 

@@ -49,6 +49,9 @@ class Candidate:
     read: set[fx.Node] = field(default_factory=set)  # values without it that its ops read
 
 
+Taken = tuple[Candidate, int, int, str]
+
+
 @dataclass(frozen=True)
 class TensorParallel(Pass):
     name: ClassVar[str] = "tensor_parallel"
@@ -61,7 +64,7 @@ class TensorParallel(Pass):
         ranks = program.mesh.mesh.size(self.axis)
         if ranks == 1:
             return program
-        taken = self._choose(program, ranks)
+        taken, undivided = self._choose(program, ranks)
         factors = _factors([(start, end) for _, start, end, _ in taken], ranks)
         kept = dict(program.mesh.factors) | {self.axis: factors}
         program.mesh = SubMesh(program.mesh.mesh, tuple(kept.items()))
@@ -75,13 +78,15 @@ class TensorParallel(Pass):
             program.assignments.append(
                 Assignment(candidate.axis, tuple(over), 10, self.name, reason)
             )
-        self._report(program, taken, ranks)
+        self._report(program, taken, undivided, ranks)
         return program
 
-    def _choose(self, program: Program, ranks: int) -> list[tuple[Candidate, int, int, str]]:
-        """Candidates taken with the part of tp each uses, from ``start`` to ``end`` (products)."""
+    def _choose(self, program: Program, ranks: int) -> tuple[list[Taken], list[Candidate]]:
+        """Candidates taken with the part of tp each uses, from ``start`` to ``end`` (products);
+        and those that were worth it, do not divide at all, and leave their work on every rank."""
+        undivided: list[Candidate] = []
         done: dict[fx.Node, int] = {}
-        taken: list[tuple[Candidate, int, int, str]] = []
+        taken: list[Taken] = []
         nominal = Nominal(program)
         found = list(candidates(program, nominal).values())
         left = list(found)
@@ -104,6 +109,7 @@ class TensorParallel(Pass):
             share = _share(best, ranks // start, start)
             if share == 1:
                 program.left[best.axis] = self._undivided(best.axis.size, ranks // start, ranks)
+                undivided.append(best)
                 continue
             taken.append((best, start, start * share, f"{gain:.0f} FLOPs saved per byte moved"))
             for node in best.work:
@@ -118,14 +124,12 @@ class TensorParallel(Pass):
                 message(
                     "tensor_parallel",
                     "every axis of the model",
-                    ", ".join(
-                        f"{c.axis!r} {c.blocked}" for c in candidates(program, nominal).values()
-                    )[:800],
+                    ", ".join(f"{c.axis!r} {c.blocked}" for c in found)[:800],
                     f"none can be cut over {self.axis}={ranks} with a gain",
                     "use a tp size that divides heads or hidden sizes, or drop tp from the mesh",
                 )
             )
-        return taken
+        return taken, [c for c in undivided if any(done.get(n, 1) == 1 for n in c.work)]
 
     def _undivided(self, size: Any, left: int, ranks: int) -> str:
         text = f"{self.axis}={ranks}" if left == ranks else f"{left}, left of {self.axis}={ranks},"
@@ -141,7 +145,9 @@ class TensorParallel(Pass):
         fresh = sum(w for n, w in candidate.work.items() if done.get(n, 1) < ranks)
         return min(saved, fresh) / (candidate.traffic + 1.0)
 
-    def _report(self, program: Program, taken: list[Any], ranks: int) -> None:
+    def _report(
+        self, program: Program, taken: list[Taken], undivided: list[Candidate], ranks: int
+    ) -> None:
         """All axes that do not divide, at once. Rows of a table of tokens count as padded."""
         problems: dict[str, int] = {}
         holders = _holders(program)
@@ -156,11 +162,16 @@ class TensorParallel(Pass):
             else:
                 continue
             problems[key] = problems.get(key, 0) + 1
+        for axis in (c.axis for c in undivided):
+            where = f"{axis.name or 'axis'} of {axis.size} in {_where(holders[id(axis)])}"
+            problems[f"{where}: whole on every rank"] = (
+                problems.get(f"{where}: whole on every rank", 0) + 1
+            )
         if not problems:
             return
         text = message(
             "tensor_parallel",
-            f"{len(problems)} kinds of axes that {self.axis} does not divide",
+            f"axes that {self.axis} does not divide, {len(problems)} in kind",
             "\n    ".join(["", *(f"{p} ({n} times)" for p, n in problems.items())]),
             f"{self.axis}={ranks} does not divide these sizes",
             f"use a {self.axis} that divides them"

@@ -376,3 +376,12 @@ def test_verify_sees_a_copy_that_strays_on_the_last_rank(monkeypatch):
     monkeypatch.setattr(ShardedModule, "_update_buffers", stray)
     bad = {row.name for row in verify(Ticking(), {"dp": 4}, X, steps=1).rows if not row.ok}
     assert bad == {"tick rank 3", "layer.bias rank 3"}
+
+
+def test_an_axis_that_does_not_divide_at_all_is_named_too():
+    model = hw.GPT(width=48, heads=4, ffn=66)
+    with pytest.raises(ShardingError) as error:
+        autoshard(model, {"tp": 3}, example_inputs=hw.tokens(), strict=True)
+    says(error, "heads of 4", "attn", "whole on every rank", "tp=3")
+    loose = autoshard(model, {"tp": 3}, example_inputs=hw.tokens())
+    assert any("heads of 4" in note for note in loose.program.notes)

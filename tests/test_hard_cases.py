@@ -444,3 +444,82 @@ def test_features_that_meet_themselves_in_another_order(mix, mesh):
             return mix(x + self.down(torch.relu(self.up(x)))).square().mean()
 
     proved(Mixed(), mesh, {"x": torch.randn(4, 8, 24)})
+
+
+class Shifted(torch.nn.Module):
+    """One more class in front: 1 + 47 logits, cut in runs that differ from rank to rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(48, 24)
+        self.up, self.head = torch.nn.Linear(24, 48), torch.nn.Linear(48, 48)
+
+    def forward(self, ids, targets):
+        logits = self.head(torch.relu(self.up(self.embed(ids))))
+        logits = torch.cat([torch.zeros_like(logits[..., :1]), logits], -1)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "tp=4"])
+def test_runs_of_a_parameter_that_differ_between_ranks(mesh):
+    proved(Shifted(), mesh, hw.tokens(vocab=48))
+
+
+class Picking(torch.nn.Module):
+    """Some positions of every row: two lengths that have nothing to do with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(48, 24)
+        self.up, self.head = torch.nn.Linear(24, 48), torch.nn.Linear(48, 48)
+
+    def forward(self, ids, at, targets):
+        picked = torch.take_along_dim(self.up(self.embed(ids)), at[..., None], 1)
+        return torch.nn.functional.cross_entropy(self.head(picked).flatten(0, 1), targets.flatten())
+
+
+def test_lengths_of_inputs_are_not_taken_for_each_other():
+    ids, at = torch.randint(48, (4, 8)), torch.randint(8, (4, 3))
+    proved(Picking(), "tp=2", {"ids": ids, "at": at, "targets": torch.randint(48, (4, 3))})
+
+
+def test_a_gradient_that_is_zero_in_exact_arithmetic_makes_no_step():
+    class Spans(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(32, 16)
+            self.up, self.spans = torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)
+
+        def forward(self, ids, start):  # a shift of all logits changes nothing
+            logits = self.spans(torch.relu(self.up(self.embed(ids)))).squeeze(-1)
+            return torch.nn.functional.cross_entropy(logits, start)
+
+    given = {"ids": torch.randint(32, (4, 9)), "start": torch.randint(9, (4,))}
+    proved(Spans(), {"tp": 2}, given)
+
+
+@pytest.mark.parametrize("kind", ["cummax", "median"])
+def test_along_the_features_rows_are_free(kind):
+    class Along(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(16, 32)
+
+        def forward(self, x):
+            return getattr(self.up(x), kind)(-1).values.square().mean()
+
+    proved(Along(), {"dp": 2}, {"x": torch.randn(4, 16)})
+
+
+def test_an_op_that_checks_its_result_is_named():
+    class Solving(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            return (x @ torch.linalg.solve(self.up.weight, self.up.weight.T)).square().mean()
+
+    with pytest.raises(CaptureError) as error:
+        autoshard(Solving(), {"tp": 2}, example_inputs={"x": torch.randn(4, 16)})
+    assert "linalg.solve" in str(error.value)

@@ -315,10 +315,14 @@ RULES = [
     ("mean", mean),
     ("max min", maximum),
     ("var std", variance),
-    ("amax amin argmax argmin logsumexp prod any all var_mean std_mean", reduce_whole),
+    (
+        "median mode nanmedian amax amin argmax argmin logsumexp prod any all var_mean std_mean",
+        reduce_whole,
+    ),
     ("linalg_vector_norm norm", norm),
     (
-        "softmax _softmax log_softmax _log_softmax cumsum cumprod sort argsort logcumsumexp",
+        """softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort
+        argsort""",
         along,
     ),
     ("topk", topk),
