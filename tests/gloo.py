@@ -444,3 +444,15 @@ def _stuck_rank(rank: int, folder: str, seconds: int) -> None:
         except RuntimeError as caught:
             error = str(caught)
     torch.save((time.monotonic() - began, error), f"{folder}/stuck{rank}.pt")
+
+
+def asking_for_gradients(mesh, name: str) -> list[bool]:
+    """torch.autograd.grad after a step: whether every ``.grad`` is still what the step left."""
+    model, inputs = build(name)
+    sharded = shard(mesh, model, inputs)
+    rows = local_rows(mesh, inputs)
+    sharded.train_step(**rows)
+    held = [p for p in sharded.parameters() if p.grad is not None]
+    before = [p.grad.clone() for p in held]
+    torch.autograd.grad(sharded(**rows)["loss"], held, allow_unused=True)
+    return [torch.equal(p.grad, b) for p, b in zip(held, before, strict=True)]

@@ -68,6 +68,7 @@ square = ranks_of(
         "differing batch": (gloo.differing_batch, "gpt2", 1),
         "differing model": (gloo.differing_model, 2),
         "differing seed": (gloo.differing_seed,),
+        "asking": (gloo.asking_for_gradients, "llama"),
         "failing capture": (gloo.failing_capture, 2),
         "differing weights": (gloo.differing_weights, 3),
         "refused batch": (gloo.refused_batch, 1),
@@ -96,6 +97,11 @@ def test_a_batch_that_differs_inside_a_tensor_parallel_group_is_detected(square)
 def test_ranks_that_compile_different_models_are_told_so(square):
     for (error,) in each(square, "differing model"):
         assert "ranks 2 have another" in error and "fix:" in error
+
+
+def test_asking_for_gradients_leaves_those_of_the_step_alone(square):
+    for alike in each(square, "asking"):
+        assert len(alike) > 10 and all(alike)
 
 
 def test_ranks_with_different_seeds_are_told_so_where_dropout_needs_them(square):
