@@ -83,7 +83,7 @@ class Converter(Writer):
                 layout[m] = R
                 self.read_replicated.add((value.parameter, m))
         for m in invariant:
-            key = ("invariant", m, tuple(id(n) for n in [node]))
+            key = ("invariant", m, id(node))
             if key not in value.converted:
                 new = self.emit_collective("invariant", node, (m,), 0, 0, value, layout)
                 self.invariant_reads.append((new, value.parameter, m))
@@ -152,7 +152,7 @@ class Converter(Writer):
     def _change(
         self, node: fx.Node, value: Value, layout: Layout, target: Layout, steps: list[str]
     ) -> fx.Node:
-        """Between whole states; neighbouring mesh axes that change alike are converted together."""
+        """Between whole states; mesh axes that change alike are converted together."""
         while steps:
             first = steps[0]
             group = [

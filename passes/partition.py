@@ -26,7 +26,7 @@ from autoshard.errors import ShardingError, message
 from autoshard.infer import expression
 from autoshard.layout import I, Layout, P, R
 from autoshard.local import Local
-from autoshard.program import Conversion, Program, module_path, shallow, tensor_results
+from autoshard.program import Program, module_path, shallow, tensor_results
 from autoshard.rules import Typing, op_name, rule_for
 from autoshard.rules.core import operands
 from autoshard.writer import Value
@@ -92,16 +92,11 @@ class Partitioner(Converter):
         self.graph.eliminate_dead_code()
         self.graph.lint()
         program = self.program
-        program.conversions = [c for c in program.conversions if self._alive(c)]
+        alive = {n.name for n in self.graph.nodes}
+        program.conversions = [c for c in program.conversions if c.node in alive]
         program.graph_module = fx.GraphModule(torch.nn.Module(), self.graph)
         program.dims, program.layouts = self.dims, self.layouts
         return program
-
-    def _alive(self, conversion: Conversion) -> bool:
-        alive = getattr(self, "_names", None)
-        if alive is None:
-            alive = self._names = {n.name for n in self.graph.nodes}
-        return conversion.node in alive
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
@@ -206,15 +201,13 @@ class Partitioner(Converter):
 
     def _modes(self, typing: Typing, values: list[Value], outs: list[Any]) -> dict[str, Any]:
         """Per mesh axis, what this op does: cut an `Axis`, or run as I, R or P."""
-        named = (a for d in typing.whole for a in atoms(d))
-        whole = {id(a) for a in named}
+        whole = _ids([typing.whole])
         tensors = [v.dims for v in values] + outs
         if typing.per_row:
             whole -= self._among_own_rows(whole, typing, outs)
         banned = {id(a) for dims in tensors for a in _repeats(dims)}
         if typing.selects:
-            coming = {id(a) for dims in outs for d in dims for a in atoms(d)}
-            banned |= {id(a) for v in values for d in v.dims for a in atoms(d)} - coming
+            banned |= _ids([v.dims for v in values]) - _ids(outs)
         for dim in typing.summed:
             banned |= {id(a) for a in atoms(dim) if not _throughout(dim, a)}
         space: dict[int, Axis] = {}
@@ -234,15 +227,14 @@ class Partitioner(Converter):
                 if m in self.batch_axes
                 else []
             )
-            modes[m] = own[0] if own else self._mode(m, typing, values, outs, space, derived)
+            modes[m] = own[0] if own else self._mode(m, typing, values, space, derived)
         self._join_siblings(modes)
         return modes
 
     def _among_own_rows(self, whole: set[int], typing: Typing, outs: list[Any]) -> set[int]:
         """The rows that an order or a choice of tokens may treat as all there are: they come out
         again, or are summed, and what points at them was made from this rank's own rows."""
-        kept = {id(a) for dims in outs for d in dims for a in atoms(d)}
-        kept |= {id(a) for d in typing.summed for a in atoms(d)}
+        kept = _ids([*outs, typing.summed])
         local = all(self.env[n].positions for n in typing.positions if self._points_at_rows(n))
         return {i for i in whole & set(self.rows) if i in kept and local}
 
@@ -254,12 +246,12 @@ class Partitioner(Converter):
             pointed = [dims[i] for i, n in enumerate(node.args[1]) if n is index]
         else:
             pointed = [dims[node.args[1]]]
-        return any(id(a) in self.rows for d in pointed for a in atoms(d))
+        return not _ids([pointed]).isdisjoint(self.rows)
 
     def _are_positions(self, node: fx.Node, values: list[Value], outs: list[Any]) -> bool:
         """Whether an op's numbers are positions among this rank's own rows: an order of them, a
         count along them, or integers made of such. Raises where they are read as other numbers."""
-        has_rows = any(id(a) in self.rows for dims in outs for d in dims for a in atoms(d))
+        has_rows = not _ids(outs).isdisjoint(self.rows)
         kind = op_name(node.target)
         if kind in ("sort", "argsort", "arange"):
             return has_rows
@@ -298,9 +290,7 @@ class Partitioner(Converter):
                 )
             )
 
-    def _mode(
-        self, m: str, typing: Typing, values: list[Value], outs: Any, space: Any, derived: bool
-    ) -> Any:
+    def _mode(self, m: str, typing: Typing, values: list[Value], space: Any, derived: bool) -> Any:
         states = [v.layout[m] for v in values]
         if P in states and self._stays_partial(m, typing, values, states):
             return P
@@ -424,6 +414,11 @@ class Partitioner(Converter):
 
 def _repeated(dims: Any, axis: Axis) -> bool:
     return sum(axis in set(atoms(d)) for d in dims) > 1
+
+
+def _ids(tensors: Any) -> set[int]:
+    """Every axis in the dimensions of some tensors, by id."""
+    return {id(a) for dims in tensors for dim in dims for a in atoms(dim)}
 
 
 def _repeats(dims: Any) -> list[Axis]:
