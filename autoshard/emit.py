@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoshard import collectives
-from autoshard.axes import atoms
 from autoshard.collectives import Link
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
@@ -36,13 +35,12 @@ OWN = frozenset(
 def local_value(
     parameter: Parameter, mesh: SubMesh, rank: int, whole: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's slice of a parameter, contiguous and of its own storage. ``whole``: its value,
+    """What a rank holds of a parameter, contiguous and of its own storage. ``whole``: its value,
     where the parameter itself is on the meta device."""
     value = (parameter.value if whole is None else whole).detach()
     sliced = value
-    for at, dim in enumerate(parameter.dims):
-        if any(parameter.layout.get(m) in set(atoms(dim)) for m in mesh.axes):
-            wanted = local_indices(dim, parameter.layout, mesh, rank)
+    for at, wanted in enumerate(gather.positions(parameter, mesh, rank)):
+        if wanted is not None:
             sliced = sliced.index_select(at, wanted.to(value.device))
     return sliced.clone() if sliced is value else sliced
 

@@ -51,6 +51,20 @@ def _axis_indices(axis: Axis, layout: Layout, mesh: SubMesh, rank: int) -> torch
     return torch.arange(*piece_bounds(axis.size, mesh.size(by), mesh.index(rank, by)))
 
 
+def local_length(dim: Dim, layout: Layout, mesh: SubMesh, rank: int) -> int:
+    """How many positions of a dimension ``rank`` holds. Sizes must be integers."""
+    out = 1
+    for axis in leaves(dim):
+        if axis.parts is not None:
+            out *= sum(local_length(part, layout, mesh, rank) for part in axis.parts)
+        elif by := cut_axes(layout, axis):
+            start, stop = piece_bounds(axis.size, mesh.size(by), mesh.index(rank, by))
+            out *= stop - start
+        else:
+            out *= axis.size
+    return out
+
+
 def describe_layout(layout: Layout, names: dict[Axis, str] | None = None) -> str:
     """``dp:S(batch) tp:P``; axes where the value is invariant are left out. ``names``: what axes
     are called instead."""

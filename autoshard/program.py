@@ -22,6 +22,9 @@ class Parameter:
     canonical.
 
     ``value`` is the model's own tensor (never copied here; on the meta device for a meta model).
+    ``layout`` says which slice of the whole a rank computes with; ``zero`` names the mesh axes
+    among whose ranks dim 0 of that slice is shared out, in pieces as `torch.chunk` makes them: a
+    rank holds its piece only, and gathers the slice to compute with it.
     """
 
     names: tuple[str, ...]
@@ -32,6 +35,7 @@ class Parameter:
     constant: bool = False  # lifted out of the code, no part of the state dict
     dims: tuple[Dim, ...] = ()
     layout: Layout = field(default_factory=dict)
+    zero: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

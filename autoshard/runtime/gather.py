@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import Axis, Dim, atoms, leaves
-from autoshard.layout import R, local_indices
+from autoshard.layout import R, local_indices, local_length, piece_bounds
 from autoshard.mesh import SubMesh
 from autoshard.program import Parameter
 
@@ -30,9 +30,56 @@ def _concatenated(parameter: Parameter) -> int | None:
     return None
 
 
+def slice_shape(parameter: Parameter, mesh: SubMesh, rank: int) -> tuple[int, ...]:
+    """The shape of the slice that a rank computes with."""
+    return tuple(local_length(d, parameter.layout, mesh, rank) for d in parameter.dims)
+
+
+def shard_bounds(parameter: Parameter, mesh: SubMesh, rank: int) -> tuple[int, int]:
+    """Where on dim 0 of its slice the part that a rank holds begins and ends."""
+    rows = slice_shape(parameter, mesh, rank)[0] if parameter.dims else 1
+    if not parameter.zero:
+        return 0, rows
+    return piece_bounds(rows, mesh.size(parameter.zero), mesh.index(rank, parameter.zero))
+
+
+def positions(parameter: Parameter, mesh: SubMesh, rank: int) -> list[torch.Tensor | None]:
+    """Along every dimension of the whole parameter the positions that a rank holds, in order; None
+    where it holds all."""
+    found: list[torch.Tensor | None] = []
+    for at, dim in enumerate(parameter.dims):
+        cut = any(parameter.layout.get(m) in set(atoms(dim)) for m in mesh.axes)
+        if not cut and not (at == 0 and parameter.zero):
+            found.append(None)
+            continue
+        here = local_indices(dim, parameter.layout, mesh, rank)
+        found.append(here[slice(*shard_bounds(parameter, mesh, rank))] if at == 0 else here)
+    return found
+
+
 def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, tuple[str, ...]]]:
-    """Runs of a local parameter, each with the mesh axes over which its gradient is summed and
-    those on which it is cut: ``((dim, start, length, summed), cut)``."""
+    """Runs of what a rank holds of a parameter, each with the mesh axes over which its gradient is
+    still to be summed (those of ``zero`` have been when a shard's gradient is there) and those on
+    which it is cut: ``((dim, start, length, summed), cut)``."""
+    found = slice_pieces(parameter, mesh, rank)
+    if not parameter.zero:
+        return found
+    low, high = shard_bounds(parameter, mesh, rank)
+    out = []
+    for (at, start, length, summed), cut in found:
+        if length >= 0 and at == 0:
+            first, last = max(start, low), min(start + length, high)
+            start, length = min(first, high) - low, max(last - first, 0)
+        summed = tuple(m for m in summed if m not in parameter.zero)
+        cut = tuple(m for m in mesh.axes if m in cut or m in parameter.zero)
+        out.append(((at, start, length, summed), cut))
+    return out
+
+
+def slice_pieces(
+    parameter: Parameter, mesh: SubMesh, rank: int
+) -> list[tuple[Piece, tuple[str, ...]]]:
+    """As `pieces`, of the slice that a rank computes with, all of whose sums are still to come."""
     replicated = tuple(m for m, s in parameter.layout.items() if s == R)
     cut = tuple(m for m, s in parameter.layout.items() if isinstance(s, Axis))
     at = _concatenated(parameter)
@@ -42,7 +89,7 @@ def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, 
     axes = leaves(parameter.dims[at])
     for part in axes[0].parts or ():
         dim: Dim = (*part, *axes[1:])
-        length = len(local_indices(dim, parameter.layout, mesh, rank))
+        length = local_length(dim, parameter.layout, mesh, rank)
         own = {id(a) for i, d in enumerate(parameter.dims) for a in atoms(d if i != at else dim)}
         here = tuple(m for m in cut if id(parameter.layout[m]) in own)
         summed = tuple(m for m in mesh.axes if m in replicated or (m in cut and m not in here))
@@ -55,7 +102,7 @@ def reductions(parameter: Parameter, mesh: SubMesh, rank: int = 0) -> list[Piece
     """What must be summed over ranks of this parameter's gradient."""
     if not parameter.trainable:
         return []
-    return [p for p, _ in pieces(parameter, mesh, rank) if p[3]]
+    return [p for p, _ in slice_pieces(parameter, mesh, rank) if p[3]]
 
 
 def view_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -73,10 +120,10 @@ def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -
         if all(coordinate[m] == 0 for m in mesh.axes if m not in cut):
             view_of(kept, piece).copy_(view_of(local, piece))
     shape = list(local.shape)
-    for at, dim in enumerate(parameter.dims):
-        wanted = local_indices(dim, parameter.layout, mesh, rank).to(local.device)
-        shape[at] = math.prod(a.size for a in leaves(dim))
-        kept = local.new_zeros(shape).index_copy_(at, wanted, kept)
+    for at, wanted in enumerate(positions(parameter, mesh, rank)):
+        if wanted is not None:
+            shape[at] = math.prod(a.size for a in leaves(parameter.dims[at]))
+            kept = local.new_zeros(shape).index_copy_(at, wanted.to(local.device), kept)
     return kept
 
 
