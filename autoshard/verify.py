@@ -211,7 +211,8 @@ def verify(
     on. The other options are those of `autoshard`. Raises MeshError for a batch that the data axes
     do not divide, CaptureError for a model on the meta device, with nothing to train, that cannot
     be copied, or whose loss cannot be told, and ShardingError for one whose ranks draw random
-    numbers of their own (dropout). A model without a loss is trained on the mean squares of its outputs.
+    numbers of their own (dropout). A model without a loss is trained on the mean squares of its
+    outputs.
     """
     from autoshard.api import Source
 

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
 from autoshard.program import Parameter, Program, Unit
+from autoshard.runtime import wire
 from autoshard.runtime.gather import (
     Piece,
     local_value,
@@ -121,13 +122,22 @@ def pack(found: list[Entry], shards: Sequence[torch.Tensor], section: torch.Tens
 
 
 def unpack(
-    found: list[Entry], flat: torch.Tensor, ranks: int, into: Sequence[torch.Tensor]
+    found: list[Entry],
+    flat: torch.Tensor,
+    ranks: int,
+    into: Sequence[torch.Tensor],
+    filled: int | None = None,
 ) -> None:
-    """Fill whole slices from flat weights."""
+    """Fill whole slices from flat weights; ``filled``: the rank whose part is there already."""
     table = flat.view(ranks, -1)
     for entry, whole in zip(found, into, strict=True):
-        for part, piece in _rows(entry, table, entry.start, whole, ranks):
-            piece.copy_(part)
+        for first, part, piece in _rows(entry, table, entry.start, whole):
+            if filled is None or not first <= filled < first + len(part):
+                piece.copy_(part)
+            else:
+                at = filled - first
+                piece[:at].copy_(part[:at])
+                piece[at + 1 :].copy_(part[at + 1 :])
 
 
 def pack_gradients(
@@ -140,27 +150,28 @@ def pack_gradients(
             at = entry.gradient_start
             table[:, at : at + entry.numel].zero_()
             continue
-        for part, piece in _rows(entry, table, entry.gradient_start, grad, ranks):
+        for _, part, piece in _rows(entry, table, entry.gradient_start, grad):
             part.copy_(piece)
     return flat
 
 
 def _rows(
-    entry: Entry, table: torch.Tensor, start: int, whole: torch.Tensor, ranks: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where the rows of a whole slice lie in a table of sections: both as views of one shape."""
+    entry: Entry, table: torch.Tensor, start: int, whole: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Where the rows of a whole slice lie in a table of sections: both as views of one shape, whose
+    first dimension is that of ranks; and the first of these."""
     if not whole.numel():
         return
     if not entry.shape:
-        yield table[0, start], whole
+        yield 0, table[:1, start], whole.unsqueeze(0)
         return
     rows, inner = entry.rows, entry.shape[1:]
     full, short = divmod(entry.shape[0], rows)
     part = table[:, start : start + entry.numel].unflatten(1, (rows, *inner))
     if full:
-        yield part[:full], whole[: full * rows].unflatten(0, (full, rows))
+        yield 0, part[:full], whole[: full * rows].unflatten(0, (full, rows))
     if short:
-        yield part[full, :short], whole[full * rows :]
+        yield full, part[full:, :short][:1], whole[full * rows :].unsqueeze(0)
 
 
 def shard_of(
@@ -240,6 +251,7 @@ class Weights:
         self.entries = entries(unit, program, self.rank)
         self.trainable = trainable(self.entries)
         self.ranks = self.mesh.size(unit.axes)
+        self.index = self.mesh.index(self.rank, unit.axes)
         self.numel = sum(e.numel for e in self.entries)
         self.gradient_numel = sum(e.numel for e in self.trainable)
         self.names = [e.parameter.name for e in self.entries]
@@ -253,19 +265,14 @@ class Weights:
             gathering.start()
         return gathering
 
-    def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
         """Flat weights that are on their way, and what to wait for."""
         device = self.store.device or shards[0].device
-        section = torch.empty(self.numel, dtype=self.unit.dtype, device=device)
-        pack(self.entries, shards, section)
+        flat = torch.empty(self.ranks * self.numel, dtype=self.unit.dtype, device=device)
+        pack(self.entries, shards, flat.view(self.ranks, -1)[self.index])
         if self.ranks == 1:
-            return section, None
-        flat = section.new_empty(self.ranks * self.numel)
-        group = self.store.groups[self.unit.axes]
-        if dist.get_backend(group) == "gloo":  # there the list form sends half as much
-            parts = list(flat.chunk(self.ranks))
-            return flat, dist.all_gather(parts, section, group=group, async_op=True)
-        return flat, dist.all_gather_single(flat, section, group=group, async_op=True)
+            return flat, []
+        return flat, wire.all_gather(flat, self.store.groups[self.unit.axes])
 
     def wholes(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The weights as whole slices, and the one tensor whose views they are."""
@@ -288,22 +295,14 @@ class Weights:
     def scatter(self, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Sum flat gradients over the ranks: gives None while a collective runs, at last this
         rank's section."""
-        section = flat
+        section: torch.Tensor | None = flat
         if self.ranks > 1:
-            group = self.store.groups[self.unit.axes]
-            if dist.get_backend(group) == "gloo":  # which would reduce everything everywhere
-                sent = torch.empty_like(flat)
-                work = dist.all_to_all_single(sent, flat, group=group, async_op=True)
+            scattering = wire.reduce_scatter(flat, self.store.groups[self.unit.axes])
+            del flat
+            while (section := next(scattering)) is None:
                 yield None
-                work.wait()
-                section = sent.view(self.ranks, -1).sum(0)
-                del sent
-            else:
-                section = flat.new_empty(self.gradient_numel)
-                work = dist.reduce_scatter_single(section, flat, group=group, async_op=True)
-                yield None
-                work.wait()
-        del flat
+            scattering.close()
+        assert section is not None
         works = []
         for axes, start, stop in self._further_sums():
             group = self.store.groups[axes]
@@ -335,18 +334,18 @@ class Gathering:
         self.saved = False  # backward reads the weights
         self.seen = False
         self.flat: torch.Tensor | None = None  # on their way
-        self.work: Any = None
+        self.works: list[Any] = []
         self.buffer: torch.Tensor | None = None  # here
         self.views: list[torch.Tensor] = []
 
     def start(self) -> None:
         if self.flat is None and self.buffer is None:
-            self.flat, self.work = self.weights.gather(self.shards)
+            self.flat, self.works = self.weights.gather(self.shards)
 
     def _arrived(self) -> torch.Tensor:
         self.start()
-        flat, work, self.flat, self.work = self.flat, self.work, None, None
-        if work is not None:
+        flat, works, self.flat, self.works = self.flat, self.works, None, []
+        for work in works:
             work.wait()
         assert flat is not None
         return flat
@@ -372,7 +371,8 @@ class Gathering:
         wholes = [store.kept[name] for name in weights.names]
         if any(name in store.stale for name in weights.names):
             targets = [store.written(name) for name in weights.names]
-            unpack(weights.entries, self._arrived(), weights.ranks, targets)
+            own = weights.index if store.aliases.issuperset(weights.names) else None
+            unpack(weights.entries, self._arrived(), weights.ranks, targets, own)
             store.stale.difference_update(weights.names)
         return [w.detach() for w in wholes]
 
