@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.capture import capture
@@ -27,7 +28,6 @@ NOT_BUILT_OPTIONS = {
     "microbatches": None,
     "schedule": "1f1b",
     "recompute": "none",
-    "param_dtype": None,
 }
 
 
@@ -45,8 +45,8 @@ def autoshard(
     microbatches: int | None = None,
     schedule: str = "1f1b",
     recompute: str = "none",
-    param_dtype: Any = None,
-    reduce_dtype: Any = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     loss_fn: Any = None,
     strict: bool = False,
     passes: list[Pass] | None = None,
@@ -71,7 +71,6 @@ def autoshard(
         "microbatches": microbatches,
         "schedule": schedule,
         "recompute": recompute,
-        "param_dtype": param_dtype,
     }
     rank = _live_rank(spec)
     source = Source(
@@ -80,6 +79,7 @@ def autoshard(
         example_inputs,
         loss_fn=loss_fn,
         passes=passes,
+        param_dtype=param_dtype,
         options={
             "sequence_parallel": sequence_parallel,
             "strict": strict,
@@ -112,6 +112,7 @@ class Source:
     passes: list[Pass] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     raise_precision: bool = False
+    param_dtype: torch.dtype | None = None
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
 
     @property
@@ -137,6 +138,7 @@ class Source:
                     self.example_inputs,
                     self.loss_fn,
                     self.raise_precision,
+                    self.param_dtype,
                 )
             other = self.compiled.get(not training)
             like = other[0] if other else None
