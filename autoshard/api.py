@@ -22,7 +22,7 @@ from autoshard.progress import say
 from autoshard.runtime import checks
 
 #: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
-NOT_BUILT_AXES = ("pp", "cp", "ep")
+NOT_BUILT_AXES = ("pp", "cp")
 NOT_BUILT_OPTIONS = {
     "context_parallel": "ring",
     "microbatches": None,

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import collectives
 from autoshard.collectives import Link
+from autoshard.cost import is_cut
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
@@ -20,7 +21,7 @@ from autoshard.meta import Initialiser
 from autoshard.objective import no_loss
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
-from autoshard.runtime import checks, gather, rng, zero
+from autoshard.runtime import checks, gather, optimizers, rng, zero
 from autoshard.runtime.buckets import Reducer
 
 LINKED = {
@@ -176,6 +177,9 @@ class ShardedModule(nn.Module):
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
         self._reducer = Reducer(self) if live else None
+        for key, parameter in program.parameters().items():
+            if live and (parameter.zero or is_cut(parameter.layout)):
+                optimizers.watch(self.tensor(key), parameter.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN:

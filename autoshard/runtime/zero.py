@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
 from autoshard.program import Parameter, Program, Unit
-from autoshard.runtime import wire
+from autoshard.runtime import optimizers, wire
 from autoshard.runtime.gather import (
     Piece,
     local_value,
@@ -38,18 +37,6 @@ from autoshard.runtime.gather import (
     slice_shape,
     view_of,
 )
-
-#: How many optimizer steps this process has taken: after one, kept weights may be out of date.
-_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
 
 # --- where things lie ---
 
@@ -543,7 +530,8 @@ class Store:
         self._seen = self._changes()
 
     def _changes(self) -> list[int]:
-        return [_steps, *(shard._version for shard in self.shards.values())]
+        """What differs after an optimizer's step, also of one that writes to ``.data``."""
+        return [optimizers.taken, *(shard._version for shard in self.shards.values())]
 
     def written(self, name: str) -> torch.Tensor:
         """Kept weights, to be written. A parameter that is a view of them counts its own changes
