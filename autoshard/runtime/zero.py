@@ -255,7 +255,7 @@ class Weights:
     def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
         """Flat weights that are on their way, and what to wait for."""
         device = self.store.device or shards[0].device
-        flat = torch.empty(self.ranks * self.numel, dtype=self.unit.dtype, device=device)
+        flat = wire.scratch.take(self.ranks * self.numel, self.unit.dtype, device)
         pack(self.entries, shards, flat.view(self.ranks, -1)[self.index])
         if self.ranks == 1:
             return flat, []
@@ -268,6 +268,7 @@ class Weights:
         buffer = flat.new_empty(sum(math.prod(e.shape) for e in self.entries))
         views = self.views(buffer)
         unpack(self.entries, flat, self.ranks, views)
+        wire.scratch.give(flat)
         return buffer, views
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -285,10 +286,10 @@ class Weights:
         section: torch.Tensor | None = flat
         if self.ranks > 1:
             scattering = wire.reduce_scatter(flat, self.store.groups[self.unit.axes])
-            del flat
             while (section := next(scattering)) is None:
                 yield None
             scattering.close()
+            wire.scratch.give(flat)
         assert section is not None
         works = []
         for axes, start, stop in self._further_sums():
@@ -359,7 +360,8 @@ class Gathering:
         if any(name in store.stale for name in weights.names):
             targets = [store.written(name) for name in weights.names]
             own = weights.index if store.aliases.issuperset(weights.names) else None
-            unpack(weights.entries, self._arrived(), weights.ranks, targets, own)
+            unpack(weights.entries, flat := self._arrived(), weights.ranks, targets, own)
+            wire.scratch.give(flat)
             store.stale.difference_update(weights.names)
         return [w.detach() for w in wholes]
 
@@ -657,7 +659,7 @@ class Reductions:
         shards = [store.shards[e.parameter.name] for e in weights.trainable]
         dtype = gathering.unit.reduce_dtype or shards[0].dtype
         device = next((g.device for g in grads if g is not None), store.device)
-        flat = torch.empty(weights.ranks * weights.gradient_numel, dtype=dtype, device=device)
+        flat = wire.scratch.take(weights.ranks * weights.gradient_numel, dtype, device)
         pack_gradients(weights.trainable, grads, flat, weights.ranks)
         grads.clear()
         scattering = weights.scatter(flat)
@@ -721,6 +723,7 @@ class Reductions:
                 torch.cuda.current_stream().synchronize()
             for shard, host in self._to_host:
                 _give(shard, host)
+        wire.scratch.trim()
         self._to_host.clear()
         self._late.clear()
         self._present.clear()
