@@ -222,8 +222,20 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if _asked_for():
+            return None, None, *ctx.gathering.reduced(grads)
         ctx.gathering.reduce(grads)
         return (None,) * (2 + len(grads))
+
+
+_ELSEWHERE = torch.zeros((), requires_grad=True)
+_NODE = _ELSEWHERE.view_as(_ELSEWHERE).grad_fn.next_functions[0][0]
+
+
+def _asked_for() -> bool:
+    """Whether this backward is of `torch.autograd.grad`, or has ``inputs``: it then runs only what
+    leads to these, and not a node from elsewhere."""
+    return not torch._C._will_engine_execute_node(_NODE)
 
 
 # --- one rank's weights ---
@@ -402,6 +414,19 @@ class Gathering:
                     "call backward before the optimizer's step",
                 )
             )
+
+    def reduced(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The shards' gradients, at once."""
+        by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
+        asked = [by_key[e.key] for e in self.weights.trainable]
+        parts = self.forward.store.reductions.at_once(self, asked)
+        found = {
+            e.key: part
+            for e, part in zip(self.weights.trainable, parts, strict=True)
+            if by_key[e.key] is not None
+        }
+        self.close()
+        return [found.get(e.key) for e in self.weights.entries]
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
@@ -642,6 +667,13 @@ class Reductions:
     def _advance(self) -> None:
         self._pending = deque(r for r in self._pending if next(r, self) is not self)
 
+    @torch.no_grad()
+    def at_once(self, gathering: Gathering, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The summed gradients of a unit's shards, of these alone."""
+        parts = next(p for p in self._sum(gathering, grads) if p is not None)
+        shards = [self.store.shards[e.parameter.name] for e in gathering.weights.trainable]
+        return [part.to(shard.device) for part, shard in zip(parts, shards, strict=True)]
+
     def _reduce(self, gathering: Gathering, grads: list[torch.Tensor | None]) -> Iterator[None]:
         """Reduce the gradients of a unit, giving way while a collective runs."""
         weights, store = gathering.weights, self.store
@@ -654,6 +686,23 @@ class Reductions:
                 if self._whole.pop(name)[3]:
                     store.shards[name].grad = None
             present.append(grads[i] is not None)
+        summing = self._sum(gathering, grads)
+        while (parts := next(summing)) is None:
+            yield
+        for entry, part, here in zip(weights.trainable, parts, present, strict=True):
+            name = entry.parameter.name
+            if here:
+                self._present.add(name)
+                self._take(store.shards[name], part)
+            elif not gathering.forward.alone:
+                self._late.append((name, part))
+
+    def _sum(
+        self, gathering: Gathering, grads: list[torch.Tensor | None]
+    ) -> Iterator[list[torch.Tensor] | None]:
+        """Sum whole gradients over the ranks: None while a collective runs, then the shards'."""
+        weights, store = gathering.weights, self.store
+        for i, entry in enumerate(weights.trainable):
             if entry.before:
                 grads[i] = self._sum_pieces(gathering, entry, grads[i])
         shards = [store.shards[e.parameter.name] for e in weights.trainable]
@@ -664,18 +713,12 @@ class Reductions:
         grads.clear()
         scattering = weights.scatter(flat)
         del flat
-        section = next(scattering)
-        while section is None:
-            yield
-            section = next(scattering)
-        for entry, shard, here in zip(weights.trainable, shards, present, strict=True):
-            part = shard_of(entry, section, entry.gradient_start, entry.shard_shape)
-            part = part.to(shard.dtype)
-            if here:
-                self._present.add(entry.parameter.name)
-                self._take(shard, part)
-            elif not gathering.forward.alone:
-                self._late.append((entry.parameter.name, part))
+        while (section := next(scattering)) is None:
+            yield None
+        yield [
+            shard_of(e, section, e.gradient_start, e.shard_shape).to(shard.dtype)
+            for e, shard in zip(weights.trainable, shards, strict=True)
+        ]
 
     def _sum_pieces(
         self, gathering: Gathering, entry: Entry, grad: torch.Tensor | None
