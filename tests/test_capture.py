@@ -135,7 +135,6 @@ def test_nothing_is_logged_about_a_failure(capfd):
 
 
 OPTIONS = {"microbatches": 4, "schedule": "gpipe", "recompute": "block"}
-OPTIONS |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 OPTIONS |= {"context_parallel": "ulysses"}
 
 

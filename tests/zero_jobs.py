@@ -1,0 +1,330 @@
+"""Jobs of ZeRO, offload and mixed precision on ranks, and the same on one device.
+
+Every job takes a mesh, or None for one device, and gives what a user would look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import gloo
+import handwritten as hw
+import torch
+from gloo import InFloat64, build, detached, gradients_of
+from torch import nn
+
+#: Optimizers by name; each takes parameters or groups of them.
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "one by one": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "writes to data": lambda params: WritesToData(params),
+}
+
+
+class WritesToData(torch.optim.Optimizer):
+    """As many older optimizers do, which no version counter notices."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+
+class LoRA(nn.Module):
+    """Frozen layers with small trainable ones beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 24)
+        self.layers = nn.ModuleList(LoRALayer() for _ in range(3))
+        self.head = nn.Linear(24, 32, bias=False)
+        for name, p in self.named_parameters():
+            p.requires_grad_(".down" in name or ".up" in name)
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class LoRALayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.base = nn.LayerNorm(24), nn.Linear(24, 24)
+        self.down, self.up = nn.Linear(24, 2, bias=False), nn.Linear(2, 24, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + torch.tanh(self.base(h) + self.up(self.down(h)))
+
+
+class Uneven(nn.Module):
+    """Sizes that four ranks do not divide, or that are smaller than four; a scalar; a weight of two
+    blocks; a tied head; a parameter that nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(UnevenBlock() for _ in range(3))
+        self.blocks[2].mix = self.blocks[0].mix
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.idle = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x * self.gain)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class UnevenBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.squeeze, self.widen = nn.Linear(6, 2), nn.Linear(2, 6, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.mix(x)) + self.widen(self.squeeze(x).relu())
+
+
+HANDWRITTEN = {"lora": LoRA, "uneven": Uneven}
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model in float64, and a global batch of which the ranks have unequal numbers of targets."""
+    if name not in HANDWRITTEN:
+        return build(name)
+    torch.manual_seed(0)
+    model = HANDWRITTEN[name]().double()
+    return model, hw.tokens(b=8, s=6, vocab=11)
+
+
+def rows_of(mesh, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A rank's rows, over all data axes of the mesh."""
+    ranks, index = 1, 0
+    for axis in ("dp", "ep"):
+        if axis in mesh.mesh_dim_names:
+            ranks *= mesh[axis].size()
+            index = index * mesh[axis].size() + mesh.get_local_rank(axis)
+    return {k: v.chunk(ranks)[index] for k, v in inputs.items()}
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.loss
+
+
+def train(
+    mesh,
+    name: str,
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    to_none: bool = True,
+    grouped: bool = False,
+    outside: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Three steps. ``outside``: the loss goes backward from the module's outputs."""
+    model, inputs = made(name)
+    if mesh is not None:
+        with InFloat64():
+            model = gloo.shard(mesh, model, inputs, **options)
+        inputs = rows_of(mesh, inputs)
+    parameters: Any = list(model.parameters())
+    if grouped:  # as recipes do: by rank of the tensor and by name
+        named = dict(model.named_parameters())
+        plain = [p for n, p in named.items() if p.ndim < 2 or "head" in n]
+        rest = [p for n, p in named.items() if p.ndim >= 2 and "head" not in n]
+        parameters = [
+            {"params": plain, "weight_decay": 0.0},
+            {"params": rest, "weight_decay": 0.1, "lr": 3e-3},
+        ]
+    optimizer = OPTIMIZERS[optimizer](parameters)
+    out: dict[str, Any] = {"loss": [], "norm": []}
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        for turn in range(accumulate):
+            given = {k: v.roll(turn + step, 1) for k, v in inputs.items()}
+            last = turn == accumulate - 1
+            if mesh is None:
+                with InFloat64():
+                    loss = loss_of(model(**given))
+                loss.backward()
+            else:
+                with contextlib.nullcontext() if last else model.no_sync():
+                    if outside:
+                        loss = loss_of(model(**given))
+                        loss.backward()
+                    else:
+                        loss = model.train_step(**given)
+        out["loss"].append(loss.detach().clone())
+        gradients = gradients_of(model) if mesh is None else detached(model.full_gradients())
+        out.setdefault("gradients", gradients)
+        if mesh is None:
+            out["norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        else:
+            out["norm"].append(model.clip_grad_norm_(0.25))
+        optimizer.step()
+    state = model.state_dict() if mesh is None else model.full_state_dict()
+    return out | {"state": detached(state)}
+
+
+def shapes(mesh, name: str, **options: Any) -> dict[str, Any]:
+    """Names, ranks and sizes of the parameters that the module owns."""
+    model, inputs = made(name)
+    with InFloat64():
+        sharded = gloo.shard(mesh, model, inputs, **options)
+    own = {n: tuple(p.shape) for n, p in sharded.named_parameters()}
+    return {"own": own, "whole": {n: tuple(p.shape) for n, p in model.named_parameters()}}
+
+
+def two_heads(mesh, **options: Any) -> list[dict[str, Any]]:
+    """A loss of the caller's own on one head, then on the other: what the loss does not read has no
+    gradient, and an optimizer leaves it alone."""
+    torch.manual_seed(0)
+    model, inputs = hw.TwoHeads().double(), {"x": hw.vectors(4, 32)["x"].double()}
+    if mesh is not None:
+        model = gloo.shard(mesh, model, inputs, **options)
+        inputs = rows_of(mesh, inputs)
+    optimizer, out = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for head in ("left", "right", "left"):
+        optimizer.zero_grad()
+        model(**inputs)[head].square().mean().backward()
+        gradients = gradients_of(model) if mesh is None else detached(model.full_gradients())
+        optimizer.step()
+        state = model.state_dict() if mesh is None else model.full_state_dict()
+        out.append({"gradients": gradients, "state": detached(state)})
+    return out
+
+
+def dropped(mesh, to_none: bool, **options: Any) -> dict[str, torch.Tensor]:
+    """Gradients accumulated under no_sync and then thrown away do not come back."""
+    model, inputs = made("llama")
+    if mesh is not None:
+        with InFloat64():
+            model = gloo.shard(mesh, model, inputs, **options)
+        rows = rows_of(mesh, inputs)
+        with model.no_sync():
+            model.train_step(**rows)
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=to_none)
+        model.train_step(**rows)
+        return detached(model.full_gradients())
+    with InFloat64():
+        loss_of(model(**inputs)).backward()
+    return gradients_of(model)
+
+
+def refused(mesh, job: Any, *arguments: Any, **options: Any) -> list[str]:
+    """The error that a job raises, if any."""
+    from autoshard.errors import AutoshardError
+
+    try:
+        job(mesh, *arguments, **options)
+    except AutoshardError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
+def step_before_backward(mesh, **options: Any) -> None:
+    """An optimizer steps between forward and backward."""
+    model, inputs = made("llama")
+    with InFloat64():
+        model = gloo.shard(mesh, model, inputs, **options)
+    loss = loss_of(model(**rows_of(mesh, inputs)))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss.backward()
+
+
+def asked(mesh, **options: Any) -> dict[str, Any]:
+    """`torch.autograd.grad` gives gradients and leaves `.grad` alone."""
+    model, inputs = made("llama")
+    if mesh is None:
+        with InFloat64():
+            loss = loss_of(model(**inputs))
+        names, held = zip(*model.named_parameters(), strict=True)
+        return dict(zip(names, torch.autograd.grad(loss, held), strict=True))
+    with InFloat64():
+        model = gloo.shard(mesh, model, inputs, **options)
+    names, held = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss_of(model(**rows_of(mesh, inputs))), held)
+    assert all(p.grad is None for p in held)
+    for p, grad in zip(held, found, strict=True):
+        p.grad = grad
+    return detached(model.full_gradients())
+
+
+def curve(mesh, steps: int, seed: int = 0, **options: Any) -> list[float]:
+    """The losses of a small GPT on English text; on one device in ``param_dtype`` throughout."""
+    from autoshard import autoshard
+
+    torch.manual_seed(seed)
+    model = hw.GPT()
+    batches = text(steps)
+    if mesh is None:
+        if dtype := options.get("param_dtype"):
+            return _curve_alone(model, batches, dtype)
+        masters, step = list(model.parameters()), lambda given: backward_of(model, given)
+    else:
+        example = rows_of(mesh, batches[0])
+        sharded = autoshard(model, mesh, example_inputs=example, **options)
+        masters = list(sharded.parameters())
+        step = lambda given: sharded.train_step(**rows_of(mesh, given))  # noqa: E731
+    optimizer, out = torch.optim.AdamW(masters, lr=3e-3), []
+    for given in batches:
+        optimizer.zero_grad()
+        out.append(float(step(given)))
+        optimizer.step()
+    return out
+
+
+def backward_of(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = loss_of(model(**given))
+    loss.backward()
+    return loss.detach()
+
+
+def _curve_alone(model: nn.Module, batches: list[Any], dtype: torch.dtype) -> list[float]:
+    """The single device's recipe: float32 masters, computing in ``dtype``."""
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer, out = torch.optim.AdamW(masters, lr=3e-3), []
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    for given in batches:
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+        model.zero_grad()
+        out.append(float(backward_of(model, given)))
+        for p, master in zip(model.parameters(), masters, strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+    return out
+
+
+def text(steps: int, rows: int = 8, length: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Batches of English text that every Python has, as letters modulo the vocabulary."""
+    import pydoc_data.topics
+
+    letters = "".join(v for _, v in sorted(pydoc_data.topics.topics.items()))
+    ids = torch.tensor([ord(c) % hw.VOCAB for c in letters[: steps * rows * length + 1]])
+    out = []
+    for step in range(steps):
+        part = ids[step * rows * length :]
+        x, y = part[: rows * length].view(rows, length), part[1 : rows * length + 1]
+        out.append({"ids": x, "targets": y.view(rows, length)})
+    return out
