@@ -28,7 +28,6 @@ NOT_BUILT_OPTIONS = {
     "offload": False,
     "microbatches": None,
     "schedule": "1f1b",
-    "recompute": "none",
     "param_dtype": None,
     "reduce_dtype": None,
 }
@@ -59,6 +58,8 @@ def autoshard(
     example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out. Rows of
     this rank for a DeviceMesh, of the global batch for the others; two at least, to stay dynamic.
     sequence_parallel: also cut tokens over tp between its linears.
+    recompute: "block" keeps only the inputs of blocks (layers that repeat) for backward, which
+    computes the rest again; "none" keeps all.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
@@ -73,7 +74,6 @@ def autoshard(
         "offload": offload,
         "microbatches": microbatches,
         "schedule": schedule,
-        "recompute": recompute,
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
     }
@@ -85,6 +85,7 @@ def autoshard(
         sequence_parallel=sequence_parallel,
         loss_fn=loss_fn,
         strict=strict,
+        recompute=recompute,
         passes=passes,
     )
 
@@ -108,6 +109,7 @@ class Source:
     sequence_parallel: bool = True
     loss_fn: Any = None
     strict: bool = False
+    recompute: str = "none"
     passes: list[Pass] | None = None
     raise_precision: bool = False
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
@@ -146,7 +148,9 @@ class Source:
             return self.passes
         from passes import chain
 
-        return chain(sequence_parallel=self.sequence_parallel, strict=self.strict)
+        return chain(
+            sequence_parallel=self.sequence_parallel, strict=self.strict, recompute=self.recompute
+        )
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser
 from autoshard.objective import no_loss
+from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
 from autoshard.runtime import checks, gather, rng
@@ -66,7 +67,18 @@ def bind(
     device: torch.device | None = None,
 ) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
-    and tensors made inside it are made on ``device``."""
+    tensors made inside it are made on ``device``, and recomputed blocks become submodules."""
+    return outlined(bound(graph, mesh, rank, groups, device))
+
+
+def bound(
+    graph: fx.Graph,
+    mesh: SubMesh,
+    rank: int,
+    groups: dict[tuple[str, ...], str],
+    device: torch.device | None = None,
+) -> fx.Graph:
+    """What `bind` makes, as a flat graph."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
@@ -86,7 +98,7 @@ def bind(
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))
             new.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), new)
+    return new
 
 
 def needed_groups(program: Program) -> list[tuple[str, ...]]:
@@ -409,8 +421,8 @@ class ShardedModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The emitted graph as Python text."""
-        return self.graph_module.code
+        """The emitted graph as Python text, and that of every recomputed block."""
+        return code_of(self.graph_module)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -197,6 +197,7 @@ def verify(
     sequence_parallel: bool = True,
     loss_fn: Any = None,
     strict: bool = False,
+    recompute: str = "none",
     passes: Any = None,
 ) -> Report:
     """Compare training on a mesh with training on one device, in float64.
@@ -225,6 +226,7 @@ def verify(
         sequence_parallel=sequence_parallel,
         loss_fn=loss_fn,
         strict=strict,
+        recompute=recompute,
         passes=passes,
         raise_precision=True,
     )

@@ -10,21 +10,50 @@ from passes.canonicalize import Canonicalize
 from passes.data_parallel import DataParallel
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
+from passes.recompute import Recompute
 from passes.sequence_parallel import SequenceParallel
 from passes.tensor_parallel import TensorParallel
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
-    for p in (Canonicalize, InferAxes, DataParallel, TensorParallel, SequenceParallel, Partition)
+    for p in (
+        Canonicalize,
+        InferAxes,
+        DataParallel,
+        TensorParallel,
+        SequenceParallel,
+        Partition,
+        Recompute,
+    )
 }
 
 
-def chain(*, sequence_parallel: bool = True, strict: bool = False) -> list[Pass]:
-    """The passes that `autoshard` runs, in order."""
+#: What ``recompute`` may be.
+RECOMPUTE = ("none", "block")
+
+
+def chain(
+    *, sequence_parallel: bool = True, strict: bool = False, recompute: str = "none"
+) -> list[Pass]:
+    """The passes that `autoshard` runs, in order. Raises ShardingError for a value of ``recompute``
+    that there is not."""
+    if recompute not in RECOMPUTE:
+        raise ShardingError(
+            message(
+                "autoshard",
+                "option recompute",
+                repr(recompute),
+                "it says what backward computes again: nothing, or blocks from their inputs",
+                f"use one of {', '.join(map(repr, RECOMPUTE))}",
+            )
+        )
     steps: list[Pass] = [Canonicalize(), InferAxes(), DataParallel(), TensorParallel(strict=strict)]
     if sequence_parallel:
         steps.append(SequenceParallel())
-    return [*steps, Partition()]
+    steps.append(Partition())
+    if recompute == "block":
+        steps.append(Recompute())
+    return steps
 
 
 def parse(text: str) -> list[Pass]:
