@@ -8,19 +8,20 @@ submodules when the graph is bound to a rank (`autoshard.outline`).
     after:   y = recomputed(block, x, w1, w2)                             keeps x
 
 A block that is called several times is as many blocks. One in which nothing is made that is used
-there only (a single op) frees nothing, and is left as it is. What gathers weights (`wait_gather`)
-starts the part that is computed again: backward gathers them again.
+there only (a single op) frees nothing, and is left as it is. A sum over ranks at its start is of
+what came before: it is done once, and the sum is kept in place of the summands. What gathers
+weights (`wait_gather`) starts the part that is computed again: backward gathers them again.
 """
 
 from __future__ import annotations
 
-import collections
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from autoshard.chain import Pass
+from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Program, shallow
@@ -65,12 +66,21 @@ def _calls(segment: Segment) -> list[tuple[str, list[fx.Node]]]:
     waits = [i for i, n in enumerate(nodes) if op_name(n.target) == WAIT]
     if waits:
         return [(segment.name, nodes[waits[0] :])]
-    calls: dict[str, list[fx.Node]] = collections.OrderedDict()
+    while nodes and _finishes(nodes[0], nodes):
+        nodes = nodes[1:]
+    calls: dict[str, list[fx.Node]] = {}
     name = segment.name
     for node in nodes:
         name = _call(node, segment.name) or name  # sizes and the like belong where they stand
         calls.setdefault(name, []).append(node)
     return list(calls.items())
+
+
+def _finishes(node: fx.Node, block: list[fx.Node]) -> bool:
+    """Whether a collective sums what was made before the block."""
+    kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
+    sums = kind is not None and kind.source == "P"
+    return sums and set(block).isdisjoint(node.all_input_nodes)
 
 
 def _call(node: fx.Node, block: str) -> str | None:
