@@ -16,10 +16,11 @@ chooses differ). A model on the meta device counts as one on the CPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,10 +239,12 @@ def predicted(program: Program) -> Prediction | None:
     exactly, and checked at one more. A size that cannot grow, or with too many of them all but the
     batch, stays at its captured value. None where no number is known."""
     module = _flat(program)
-    base = _forward(program, module, program.hints)
+    batch = [s for s in _batch_sizes(program) if s in program.hints]
+    # the captured batch is the whole one; closed forms are made from it, as a row alone is special
+    own = {s: -(-program.hints[s] // _data_ranks(program)) for s in batch}
+    base = _forward(program, module, {**program.hints, **own})
     if base is None:
         return None
-    batch = [s for s in _batch_sizes(program) if s in program.hints]
     for symbols in ([*program.hints], batch):
         if 0 < len(symbols) <= MOST_SIZES:
             forms = _forms(program, module, symbols, batch)
@@ -255,6 +258,11 @@ def _largest(base: Forward, forms: list[Any]) -> Prediction:
     saved, *blocks = forms
     at = max(range(len(blocks)), key=lambda i: base.blocks[i], default=None)
     return Prediction(saved, 0 if at is None else blocks[at])
+
+
+def _data_ranks(program: Program) -> int:
+    over = {m for a in program.assignments if a.axis.role == "batch" for m in a.mesh_axes}
+    return program.mesh.size(tuple(m for m in program.mesh.axes if m in over))
 
 
 def _batch_sizes(program: Program) -> list[Any]:
@@ -271,31 +279,49 @@ def _batch_sizes(program: Program) -> list[Any]:
 def _forms(
     program: Program, module: fx.GraphModule, symbols: list[Any], batch: list[Any]
 ) -> list[Any] | None:
-    """What is saved, and by each block, as polynomials of these sizes."""
-    powers = list(itertools.product(*(range(2 if s in batch else 3) for s in symbols)))
-    points = [tuple(TIMES[p] for p in each) for each in powers] + [(CHECKED,) * len(symbols)]
-    found = []
-    for times in points:
-        grown = {s: program.hints[s] * t for s, t in zip(symbols, times, strict=True)}
-        result = _forward(program, module, {**program.hints, **grown})
-        if result is None:
-            return None
-        found.append([result.saved, *result.blocks])
-    if len({len(values) for values in found}) > 1:
+    """What is saved, and by each block, as polynomials of these sizes; the lowest that fit."""
+    hints = program.hints
+
+    @functools.cache
+    def run(times: tuple[int, ...]) -> list[int] | None:
+        grown = {s: hints[s] * t for s, t in zip(symbols, times, strict=True)}
+        made = _forward(program, module, {**hints, **grown})
+        return None if made is None else [made.saved, *made.blocks]
+
+    for degree in (1, 2):
+        powers = list(itertools.product(*(range(2 if s in batch else degree + 1) for s in symbols)))
+        factors = _through(run, powers)
+        if factors is not None:
+            bases = [
+                math.prod((s / hints[s]) ** p for s, p in zip(symbols, each, strict=True))
+                for each in powers
+            ]
+            return [
+                sympy.expand(sum(f * b for f, b in zip(each, bases, strict=True)))
+                for each in factors
+            ]
+    return None
+
+
+def _through(
+    run: Callable[[tuple[int, ...]], list[int] | None], powers: list[tuple[int, ...]]
+) -> list[list[Any]] | None:
+    """The factors of these powers in each of the numbers that ``run`` gives, exactly; None where it
+    gives none, or the point that checks them lies elsewhere."""
+    points = [tuple(TIMES[p] for p in each) for each in powers]
+    points.append((CHECKED,) * len(powers[0]))
+    found = [run(times) for times in points]
+    if None in found or len({len(values) for values in found if values}) > 1:
         return None
     *rows, last = (
         [math.prod(t**p for t, p in zip(times, each, strict=True)) for each in powers]
         for times in points
     )
-    solve = sympy.Matrix(rows).inv()
-    forms = []
-    for *values, check in zip(*found, strict=True):
-        factors = list(solve * sympy.Matrix(values))
+    inverse = sympy.Matrix(rows).inv()
+    out = []
+    for *values, check in zip(*found, strict=True):  # type: ignore[arg-type]
+        factors = list(inverse * sympy.Matrix(values))
         if sum(f * x for f, x in zip(factors, last, strict=True)) != check:
             return None
-        terms = (
-            f * math.prod((s / program.hints[s]) ** p for s, p in zip(symbols, each, strict=True))
-            for f, each in zip(factors, powers, strict=True)
-        )
-        forms.append(sympy.expand(sum(terms)))
-    return forms
+        out.append(factors)
+    return out
