@@ -92,7 +92,8 @@ def bound(
         axes = node.args[1]
         if not axes:
             continue
-        group = groups[axes] if groups else ""
+        silent = node.target is rng.draw or node.target in collectives.LOCAL  # sends nothing
+        group = "" if silent or not groups else groups[axes]
         link = Link(axes, group, mesh.size(axes), mesh.index(rank, axes))
         node.update_arg(1, link)
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):

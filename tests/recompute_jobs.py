@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from gloo import build, detached, local_rows, shard
+from torch import nn
 
 from autoshard import collectives
 from autoshard.activations import measured
@@ -17,6 +20,26 @@ SENT = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
 }
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(32, 64), nn.Linear(64, 32), p
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.dropout(self.up(x).relu(), self.p)), self.p)
+
+
+class DroppingStack(nn.Module):
+    def __init__(self, p: float = 0.5):
+        super().__init__()
+        self.layers = nn.ModuleList(DroppingBlock(p) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
 
 
 class Counting:
@@ -62,3 +85,16 @@ def step(mesh, name: str, recompute: str) -> dict[str, Any]:
         "measured": measured(sharded, **rows),
         "predicted": saved_in_table(sharded.program),
     }
+
+
+def dropout(mesh) -> dict[str, bool]:
+    """Whether gradients through dropout, of whole values and of parts, are equal to the bit."""
+    inputs = {"x": torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0)).double()}
+    found = {}
+    for recompute in ("none", "block"):
+        torch.manual_seed(0)
+        sharded = shard(mesh, DroppingStack().double(), inputs, recompute=recompute)
+        torch.manual_seed(3)
+        sharded.train_step(**local_rows(mesh, inputs))
+        found[recompute] = detached(sharded.full_gradients())
+    return {k: torch.equal(v, found["block"][k]) for k, v in found["none"].items()}

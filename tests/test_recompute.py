@@ -1,21 +1,24 @@
 """recompute="block": the same gradients from the inputs of blocks; what it saves and costs."""
 
+import operator
+
 import handwritten as hw
 import pytest
 import torch
-import torch.nn.functional as F
 from compare import differences
 from filelock import FileLock
 from gloo import gradients_of, launch, results_in
-from recompute_jobs import saved_in_table, step
-from torch import nn
+from recompute_jobs import DroppingStack, dropout, saved_in_table, step
+from torch import fx, nn
 from zoo import batch, tiny
 
+import passes.recompute
 from autoshard import ShardingError, autoshard, simulate, verify
 from autoshard.activations import forward, measured, predicted
-from autoshard.outline import RECOMPUTE, draws
+from autoshard.outline import RECOMPUTE, draws, outlined
 from autoshard.report import step_collectives
 from autoshard.runtime import recompute as runtime
+from autoshard.segments import Segment
 
 ALONE = {"dp": 1, "tp": 1}
 
@@ -33,26 +36,6 @@ def blocks(program) -> list[str]:
 
 def rows_of(table: str, start: str) -> list[str]:
     return [line for line in table.splitlines() if line.startswith(start)]
-
-
-class DroppingBlock(nn.Module):
-    def __init__(self, p: float):
-        super().__init__()
-        self.up, self.down, self.p = nn.Linear(32, 64), nn.Linear(64, 32), p
-
-    def forward(self, x):
-        return x + F.dropout(self.down(F.dropout(self.up(x).relu(), self.p)), self.p)
-
-
-class DroppingStack(nn.Module):
-    def __init__(self, p: float = 0.5):
-        super().__init__()
-        self.layers = nn.ModuleList(DroppingBlock(p) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().mean()}
 
 
 # --- the same numbers ---
@@ -183,6 +166,52 @@ def test_other_sizes_and_a_second_backward():
         assert differences(gradients_of(two), gradients_of(one)) == {}
 
 
+# --- handles of gathered weights ---
+
+
+def start_gather(x):
+    return {"weight": x, "log": LOG}
+
+
+def wait_gather(handle):
+    handle["log"].append("wait")
+    return [handle["weight"] * 2]
+
+
+def release(handle):
+    handle["log"].append("release")
+
+
+LOG: list[str] = []
+
+
+def test_handles_cross_the_boundary_and_are_waited_for_again():
+    """What stands before the wait is not in the block; a release at its end is not run again."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    handle = graph.call_function(start_gather, (w,))
+    wait = graph.call_function(wait_gather, (handle,))
+    weight = graph.call_function(operator.getitem, (wait, 0))
+    y = graph.call_function(torch.sigmoid, (graph.call_function(torch.mul, (x, weight)),))
+    y = graph.call_function(torch.add, (y, 1))
+    freed = graph.call_function(release, (handle,))
+    nodes = list(graph.nodes)
+    graph.output((y,))
+    kept = nodes[nodes.index(wait) : nodes.index(freed) + 1]
+    segment = Segment("layers.0", True, [handle, *kept])
+    assert passes.recompute._calls(segment) == [("layers.0", kept)]
+    for node in kept:
+        node.meta[RECOMPUTE] = "layers.0"
+    module = outlined(graph)
+    assert [n.op for n in module.graph.nodes].count("call_function") == 2
+    LOG.clear()
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    module(x, w)[0].sum().backward()
+    assert LOG == ["wait", "release", "wait"]
+    s = torch.sigmoid(2 * x * w.detach())
+    assert torch.allclose(w.grad, 2 * x * s * (1 - s))
+
+
 # --- what it is ---
 
 
@@ -291,6 +320,7 @@ def ranks(tmp_path_factory, worker_id):
     root = root if worker_id == "master" else root.parent
     folder, sizes = root / "recompute", {"dp": 2, "tp": 2}
     jobs = {f"{n} {r}": (step, n, r) for n in ("llama", "gpt2") for r in ("none", "block")}
+    jobs["dropout"] = (dropout,)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             folder.mkdir()
@@ -311,3 +341,9 @@ def test_on_real_processes(ranks, name):
         assert none["again"] == 0
         assert block["again"] == sum(block["called"].values()) - sum(none["called"].values()) == 6
         assert block["measured"] < 0.5 * none["measured"]
+
+
+def test_masks_of_parts_are_drawn_again_on_real_processes(ranks):
+    for result in ranks:
+        assert isinstance(result["dropout"], dict), result["dropout"]
+        assert len(result["dropout"]) == 12 and all(result["dropout"].values()), result["dropout"]
