@@ -240,24 +240,22 @@ def predicted(program: Program) -> Prediction | None:
     batch, stays at its captured value. None where no number is known."""
     module = _flat(program)
     batch = [s for s in _batch_sizes(program) if s in program.hints]
-    # the captured batch is the whole one; closed forms are made from it, as a row alone is special
-    own = {s: -(-program.hints[s] // _data_ranks(program)) for s in batch}
-    base = _forward(program, module, {**program.hints, **own})
-    if base is None:
-        return None
     for symbols in ([*program.hints], batch):
         if 0 < len(symbols) <= MOST_SIZES:
             forms = _forms(program, module, symbols, batch)
             if forms is not None:
-                return _largest(base, forms)
-    return _largest(base, [base.saved, *base.blocks])
+                return _largest(program, forms)
+    # the captured batch is that of all data ranks (of which forms are made: a row alone is special)
+    own = {s: -(-program.hints[s] // _data_ranks(program)) for s in batch}
+    made = _forward(program, module, {**program.hints, **own})
+    return None if made is None else _largest(program, [made.saved, *made.blocks])
 
 
-def _largest(base: Forward, forms: list[Any]) -> Prediction:
+def _largest(program: Program, forms: list[Any]) -> Prediction:
     """The forms of what is saved, and of the block that is largest at the captured sizes."""
     saved, *blocks = forms
-    at = max(range(len(blocks)), key=lambda i: base.blocks[i], default=None)
-    return Prediction(saved, 0 if at is None else blocks[at])
+    found = {sympy.sympify(form).xreplace(program.hints): form for form in set(blocks)}
+    return Prediction(saved, found[max(found)] if found else 0)
 
 
 def _data_ranks(program: Program) -> int:
