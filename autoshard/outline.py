@@ -71,15 +71,26 @@ def draws(node: fx.Node) -> bool:
     )
 
 
-def outlined(graph: fx.Graph) -> fx.GraphModule:
+def outlined(graph: fx.Graph, root: nn.Module | None = None) -> fx.GraphModule:
     """The module of a graph in which every run of a recomputed block is a submodule of its own.
-    Changes the graph; one without such blocks stays as it is."""
-    root = nn.Module()
+    Changes the graph; one without such blocks stays as it is. ``root`` holds what the graph gets by
+    name: blocks take that as an input."""
+    root = nn.Module() if root is None else root
+    if any(RECOMPUTE in node.meta for node in graph.nodes):
+        _get_first(graph)
     for run in runs(graph):
         if run.block is not None and run.gives():
             _outline(graph, run, root)
     graph.lint()
     return fx.GraphModule(root, graph)
+
+
+def _get_first(graph: fx.Graph) -> None:
+    """Move what gets an attribute to the start: inside a run, it would cut that in two."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        if node is not first:
+            first.prepend(node)
 
 
 def _outline(graph: fx.Graph, run: Run, root: nn.Module) -> None:

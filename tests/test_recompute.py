@@ -173,7 +173,8 @@ def start_gather(x):
     return {"weight": x, "log": LOG}
 
 
-def wait_gather(handle):
+def wait_gather(handle, unit):
+    assert isinstance(unit, nn.Module)
     handle["log"].append("wait")
     return [handle["weight"] * 2]
 
@@ -190,7 +191,7 @@ def test_handles_cross_the_boundary_and_are_waited_for_again():
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     handle = graph.call_function(start_gather, (w,))
-    wait = graph.call_function(wait_gather, (handle,))
+    wait = graph.call_function(wait_gather, (handle, None))
     weight = graph.call_function(operator.getitem, (wait, 0))
     y = graph.call_function(torch.sigmoid, (graph.call_function(torch.mul, (x, weight)),))
     y = graph.call_function(torch.add, (y, 1))
@@ -202,7 +203,12 @@ def test_handles_cross_the_boundary_and_are_waited_for_again():
     assert passes.recompute._calls(segment) == [("layers.0", kept)]
     for node in kept:
         node.meta[RECOMPUTE] = "layers.0"
-    module = outlined(graph)
+    root = nn.Module()
+    root.unit = nn.Module()
+    for node in (wait, weight):  # the second stands in the middle of the run
+        with graph.inserting_before(node):
+            wait.update_arg(1, graph.get_attr("unit")) if node is wait else graph.get_attr("unit")
+    module = outlined(graph, root)
     assert [n.op for n in module.graph.nodes].count("call_function") == 2
     LOG.clear()
     x, w = torch.randn(3), torch.randn(3, requires_grad=True)
