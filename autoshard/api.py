@@ -27,7 +27,6 @@ NOT_BUILT_OPTIONS = {
     "context_parallel": "ring",
     "microbatches": None,
     "schedule": "1f1b",
-    "recompute": "none",
 }
 
 
@@ -58,6 +57,8 @@ def autoshard(
     example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out. Rows of
     this rank for a DeviceMesh, of the global batch for the others; two at least, to stay dynamic.
     sequence_parallel: also cut tokens over tp between its linears.
+    recompute: "block" keeps only the inputs of blocks (layers that repeat) for backward, which
+    computes the rest again; "none" keeps all.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
@@ -70,7 +71,6 @@ def autoshard(
         "context_parallel": context_parallel,
         "microbatches": microbatches,
         "schedule": schedule,
-        "recompute": recompute,
     }
     rank = _live_rank(spec)
     source = Source(
@@ -87,6 +87,7 @@ def autoshard(
             "zero_axes": zero_axes,
             "reshard_after_forward": reshard_after_forward,
             "offload": offload,
+            "recompute": recompute,
             "reduce_dtype": None if reduce_dtype is None else str(reduce_dtype).split(".")[-1],
         },
     )

@@ -10,6 +10,7 @@ from autoshard.axes import Axis, Dim, leaves
 from autoshard.check import check
 from autoshard.cost import is_cut
 from autoshard.errors import AutoshardError
+from autoshard.outline import RECOMPUTE
 from autoshard.program import Program, module_path, shallow
 from autoshard.progress import say
 
@@ -68,6 +69,8 @@ def _counts(program: Program) -> dict[str, int]:
         "assignments": len(program.assignments),
         "collectives": len(program.conversions),
         "parameters cut": sum(is_cut(p.layout) for p in program.parameters().values()),
+        "blocks recomputed": len({b for n in program.graph.nodes if (b := n.meta.get(RECOMPUTE))}),
+        "nodes recomputed": sum(RECOMPUTE in n.meta for n in program.graph.nodes),
     }
 
 

@@ -68,6 +68,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         sequence_parallel=arguments.sequence_parallel,
         strict=arguments.strict,
+        recompute=arguments.recompute,
     )
     say("making tables")
     shown = sharded if arguments.rank is None else sharded.rank(arguments.rank)
@@ -89,6 +90,7 @@ def prove(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
         strict=arguments.strict,
+        recompute=arguments.recompute,
     )
     print(report.table(limit=None if arguments.all else 0), report.verdict, sep="\n\n")
     return EXIT_OK if report.ok else EXIT_MISMATCH
@@ -289,6 +291,12 @@ def _add_model(command: Any) -> None:
         dest="sequence_parallel",
         action="store_false",
         help="do not cut the sequence over tp",
+    )
+    command.add_argument(
+        "--recompute",
+        default="none",
+        choices=("none", "block"),
+        help="what backward computes again, in place of keeping it",
     )
     command.add_argument("--strict", action="store_true", help="refuse axes that do not divide")
 

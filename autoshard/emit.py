@@ -19,6 +19,7 @@ from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser
 from autoshard.objective import no_loss
+from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
 from autoshard.runtime import checks, gather, optimizers, rng, zero
@@ -66,19 +67,33 @@ def bind(
     units: Mapping[str, zero.Weights] | None = None,
 ) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
-    names of ``units`` become the rank's own, and tensors made inside it are made on ``device``."""
-    new, root = fx.Graph(), nn.Module()
-    new.output(new.graph_copy(graph, {}))
+    names of ``units`` become the rank's own, tensors made inside it are made on ``device``, and
+    recomputed blocks become submodules."""
+    root = nn.Module()
     for i, unit in enumerate((units or {}).values()):
         setattr(root, f"unit_{i}", unit)
     held = {name: f"unit_{i}" for i, name in enumerate(units or {})}
+    return outlined(bound(graph, mesh, rank, groups, device, held), root)
+
+
+def bound(
+    graph: fx.Graph,
+    mesh: SubMesh,
+    rank: int,
+    groups: dict[tuple[str, ...], str],
+    device: torch.device | None = None,
+    held: Mapping[str, str] | None = None,
+) -> fx.Graph:
+    """What `bind` makes, as a flat graph. ``held``: attributes that the names of units become."""
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
         if device is not None and node.op == "call_function":
             place = {k: device for k, v in node.kwargs.items() if isinstance(v, torch.device)}
             node.kwargs = {**node.kwargs, **place}
             node.args = tuple(device if isinstance(v, torch.device) else v for v in node.args)
         linked = node.op == "call_function" and node.target in LINKED
-        if linked and node.target in zero.CALLS and node.args[2] in held:
+        if linked and node.target in zero.CALLS and held:
             with new.inserting_before(node):
                 node.update_arg(2, new.get_attr(held[node.args[2]]))
         if not linked or not isinstance(node.args[1], tuple):
@@ -86,13 +101,14 @@ def bind(
         axes = node.args[1]
         if not axes:
             continue
-        group = groups[axes] if groups else ""
+        silent = node.target is rng.draw or node.target in collectives.LOCAL  # sends nothing
+        group = "" if silent or not groups else groups[axes]
         link = Link(axes, group, mesh.size(axes), mesh.index(rank, axes))
         node.update_arg(1, link)
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))
             new.erase_node(node)
-    return fx.GraphModule(root, new)
+    return new
 
 
 def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
@@ -435,8 +451,8 @@ class ShardedModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The emitted graph as Python text."""
-        return self.graph_module.code
+        """The emitted graph as Python text, and that of every recomputed block."""
+        return code_of(self.graph_module)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ import sympy
 from tabulate import tabulate, tabulate_formats
 from torch import fx
 
+from autoshard.activations import forward, predicted
 from autoshard.axes import Axis, atoms, describe
 from autoshard.collectives import TABLE
 from autoshard.cost import (
@@ -29,6 +30,7 @@ from autoshard.cost import (
 )
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
+from autoshard.outline import RECOMPUTE
 from autoshard.program import Conversion, Parameter, Program, module_path
 from autoshard.rules import op_name
 from autoshard.runtime.gather import reductions
@@ -419,10 +421,10 @@ def params_table(program: Program) -> Table:
 
 def graph_table(program: Program) -> Table:
     """Every node (a parameter by its name): op, module path, global shape, layout, the shape on a
-    rank, and of a collective its mesh axes and the bytes sent."""
+    rank, of a collective its mesh axes and the bytes sent, and whether backward runs it again."""
     sizes, names, kinds = Sizes(program), Names(program), linears(program)
     known = {c.node: c for c in program.conversions}
-    forms = closed_forms(program)
+    forms, again = closed_forms(program), computed_again(program)
     rows = []
     for node in program.graph.nodes:
         if node.op == "output":
@@ -449,7 +451,8 @@ def graph_table(program: Program) -> Table:
         name = parameter.name if parameter else program.inputs.get(node.name, node.name)
         held = _shape(local) if stated or node in forms else ""
         whole_shape = _shape(shape) if stated else ""
-        rows.append([name, kind, module_path(node), whole_shape, text, held, over, sent])
+        row = [name, kind, module_path(node), whole_shape, text, held, over, sent]
+        rows.append([*row, *(["yes" if node.name in again else ""] if again else [])])
     headers = [
         "node",
         "op",
@@ -459,6 +462,7 @@ def graph_table(program: Program) -> Table:
         "local shape",
         "collective",
         "bytes",
+        *(["recomputed"] if again else []),
     ]
     return Table(headers, rows, ("bytes",), {"node": 44, "op": 22, "module": 40})
 
@@ -495,7 +499,7 @@ PRESENT = "flags: which parameters have gradients"
 
 def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
     sizes, mesh, causes = Sizes(program), program.mesh, _Causes(program)
-    names = Names(program)
+    names, again = Names(program), computed_again(program)
     found: dict[Any, Collective] = {}
 
     def add(when: str, kind: str, axes: tuple[str, ...], why: str, sent: Any) -> None:
@@ -510,6 +514,8 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
         ):
             if kind and sent != 0:
                 add(when, kind, c.axes, causes.of(c), sent)
+                if when == "forward" and c.node in again:
+                    add("recompute", kind, c.axes, causes.of(c), sent)
     flags: dict[tuple[str, ...], set[str]] = {}
     for axes, size, keys in gradient_buckets(program):
         add(
@@ -527,7 +533,19 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
         )
     for entry in found.values():
         entry.bytes = sizes.local(entry.bytes)
-    return sorted(found.values(), key=lambda c: c.when, reverse=True)
+    return sorted(found.values(), key=lambda c: WHEN.index(c.when))
+
+
+#: In which part of a step collectives run, in order; "recompute" is forward once more, in backward.
+WHEN = ("forward", "recompute", "backward")
+
+
+def computed_again(program: Program) -> set[str]:
+    """Names of the nodes that run again in backward: of recomputed blocks, those up to the last
+    tensor that backward needs. All nodes of the blocks where that cannot be told."""
+    marked = {n.name for n in program.graph.nodes if RECOMPUTE in n.meta}
+    made = forward(program) if marked else None
+    return made.again if made is not None else marked
 
 
 class _Causes:
@@ -610,7 +628,8 @@ def passes_table(program: Program) -> Table:
 
 def memory_table(program: Program) -> Table:
     """Bytes a rank holds all the time: parameters, gradients, and AdamW's two numbers a parameter.
-    Activations come on top."""
+    Below: the activations that forward saves for backward, and what the largest recomputed block
+    makes again there."""
     rows: list[list[Any]] = []
     for label, times in (("parameters", 1), ("gradients", 1), ("AdamW state", 2)):
         whole = held = 0
@@ -622,8 +641,26 @@ def memory_table(program: Program) -> Table:
     rows.append(["total", sum(r[1] for r in rows), sum(r[2] for r in rows)])
     for row in rows:
         row.append(f"{row[2] / row[1]:.4f}" if row[1] else "-")
-    headers = ["model state", "bytes on one device", "bytes on a rank", "share"]
-    return Table(headers, rows, tuple(headers[1:]))
+        row.append("-")
+    rows += activation_rows(program)
+    at = Sizes(program).captured()
+    formula = f"as a formula; the bytes are at {at}" if at else "as a formula"
+    headers = ["model state", "bytes on one device", "bytes on a rank", "share", formula]
+    return Table(headers, rows, tuple(headers[1:4]))
+
+
+def activation_rows(program: Program) -> list[list[Any]]:
+    """Rows of the table of memory: activations on a rank at the sizes captured, and as a closed
+    form (see `autoshard.activations`)."""
+    sizes, made = Sizes(program), predicted(program)
+    asked = {"activations saved for backward": made and made.saved}
+    if any(RECOMPUTE in n.meta for n in program.graph.nodes):
+        asked["recomputed, one block"] = made and made.recomputed
+    rows = []
+    for label, form in asked.items():
+        local = "-" if form is None else sizes.local(_simple(form))
+        rows.append([label, "-", "-" if form is None else sizes.number(local), "-", local])
+    return rows
 
 
 TABLES: dict[str, Callable[[Program], Table]] = {

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from autoshard import collectives
 from autoshard.collectives import KINDS, PRIMITIVES, Link
 from autoshard.emit import LINKED
 from autoshard.mesh import SubMesh
+from autoshard.outline import Run, runs
 from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, zero
 
@@ -122,30 +124,54 @@ def simulate(
     units: list[dict[str, Any]] | None = None,
 ) -> list[Any]:
     """Run a graph on all ranks. ``arguments[rank]``: the graph's; ``units[rank]``: the
-    `runtime.zero.Weights` that it names. Gives each rank's results."""
+    `runtime.zero.Weights` that it names. Gives each rank's results. Recomputed
+    blocks are computed again in backward, on all ranks at once."""
     ranks = range(len(arguments))
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
     remaining = [iter(a) for a in arguments]
     last_use = _last_uses(graph)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            for r in ranks:
-                env[r][node] = next(remaining[r])
-        elif node.op == "output":
-            return [fx.map_arg(node.args[0], lambda n, r=r: env[r][n]) for r in ranks]
-        else:
-            try:
-                values = _run(node, mesh, env, units)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{node.format_node()} from {node.meta.get('origin')}: {error}"
-                ) from error
-            for r, value in enumerate(values):
-                env[r][node] = value
-        for dead in last_use.get(node, ()):
-            for r in ranks:
-                env[r].pop(dead, None)
+    for run in runs(graph):
+        if run.block is not None:
+            _again(run, mesh, env, units)
+        for node in run.nodes:
+            if node.op == "placeholder":
+                for r in ranks:
+                    env[r][node] = next(remaining[r])
+            elif node.op == "output":
+                return [fx.map_arg(node.args[0], lambda n, r=r: env[r][n]) for r in ranks]
+            elif run.block is None:
+                _step(node, mesh, env, units)
+            for dead in last_use.get(node, ()):
+                for r in ranks:
+                    env[r].pop(dead, None)
     raise AssertionError("a graph without output")
+
+
+def _step(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> None:
+    try:
+        values = _run(node, mesh, env, units)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{node.format_node()} from {node.meta.get('origin')}: {error}"
+        ) from error
+    for r, value in enumerate(values):
+        env[r][node] = value
+
+
+def _again(run: Run, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> None:
+    """Run a recomputed block: backward has its inputs only, and runs it again."""
+    reads, gives = run.reads(), run.gives()
+
+    def body(*inputs: Any) -> Any:
+        rows = [inputs[i : i + len(reads)] for i in range(0, len(inputs), len(reads))]
+        inner = [dict(zip(reads, row, strict=True)) for row in rows]
+        for node in run.nodes:
+            _step(node, mesh, inner, units)
+        return [[each[node] for node in gives] for each in inner]
+
+    inputs = [each[node] for each in env for node in reads]
+    for each, values in zip(env, checkpoint(body, *inputs, use_reentrant=False), strict=True):
+        each.update(zip(gives, values, strict=True))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -201,6 +201,7 @@ def verify(
     reshard_after_forward: bool = True,
     loss_fn: Any = None,
     strict: bool = False,
+    recompute: str = "none",
     passes: Any = None,
 ) -> Report:
     """Compare training on a mesh with training on one device, in float64.
@@ -236,6 +237,7 @@ def verify(
             "zero": zero,
             "zero_axes": zero_axes,
             "reshard_after_forward": reshard_after_forward,
+            "recompute": recompute,
         },
         raise_precision=True,
     )

@@ -10,6 +10,7 @@ from passes.canonicalize import Canonicalize
 from passes.data_parallel import DataParallel
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
+from passes.recompute import Recompute
 from passes.sequence_parallel import SequenceParallel
 from passes.tensor_parallel import TensorParallel
 from passes.zero import Zero
@@ -24,8 +25,13 @@ PASSES: dict[str, type[Pass]] = {
         SequenceParallel,
         Partition,
         Zero,
+        Recompute,
     )
 }
+
+
+#: What ``recompute`` may be.
+RECOMPUTE = ("none", "block")
 
 
 def chain(
@@ -37,13 +43,28 @@ def chain(
     reshard_after_forward: bool = True,
     offload: bool = False,
     reduce_dtype: str | None = None,
+    recompute: str = "none",
 ) -> list[Pass]:
-    """The passes that `autoshard` runs, in order."""
-    store = Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype)
+    """The passes that `autoshard` runs, in order. Raises ShardingError for a value of ``recompute``
+    that there is not."""
+    if recompute not in RECOMPUTE:
+        raise ShardingError(
+            message(
+                "autoshard",
+                "option recompute",
+                repr(recompute),
+                "it says what backward computes again: nothing, or blocks from their inputs",
+                f"use one of {', '.join(map(repr, RECOMPUTE))}",
+            )
+        )
     steps: list[Pass] = [Canonicalize(), InferAxes(), DataParallel(), TensorParallel(strict=strict)]
     if sequence_parallel:
         steps.append(SequenceParallel())
-    return [*steps, Partition(), store]
+    steps.append(Partition())
+    steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
+    if recompute == "block":
+        steps.append(Recompute())
+    return steps
 
 
 def parse(text: str) -> list[Pass]:

@@ -134,7 +134,7 @@ def test_nothing_is_logged_about_a_failure(capfd):
     assert capfd.readouterr().err == ""
 
 
-OPTIONS = {"microbatches": 4, "schedule": "gpipe", "recompute": "block"}
+OPTIONS = {"microbatches": 4, "schedule": "gpipe"}
 OPTIONS |= {"context_parallel": "ulysses"}
 
 

@@ -1,0 +1,325 @@
+"""What backward needs of forward: bytes saved on a rank, and what runs again where blocks are
+recomputed.
+
+Predicted: rank 0's graph is run on fake tensors (shapes, dtypes and a device, no numbers) with
+gradients on, under `torch.autograd.graph.saved_tensors_hooks`. The collectives' own autograd
+functions run too. Measured: the same hooks around the forward of a live module.
+
+Exact is which tensors autograd saves, and their storages, each counted once; parameters, buffers
+and inputs do not count. A fake tensor takes the same way through torch as a real one of its device:
+on the CPU attention saves what its flash kernel saves, where a tensor of the meta device would get
+the formula that saves all scores. Not told are: memory that kernels use while they run, gradients,
+allocators' rounding, states of random generators (a few kB a block); and kernels that this torch
+was built without: for a GPU ask on a machine whose torch knows it (the kinds of fused attention it
+chooses differ). A model on the meta device counts as one on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from autoshard.axes import atoms
+from autoshard.emit import bound, loss_graph
+from autoshard.outline import Run, runs
+from autoshard.program import Program
+from autoshard.runtime import rng
+from autoshard.shapes import stated
+
+
+@dataclass(eq=False)
+class Saved:
+    """A tensor that autograd saved: its storage, and the node of the graph that it was saved by."""
+
+    storage: Any
+    node: fx.Node | None = None
+
+
+class Recorder(saved_tensors_hooks):
+    """Records what autograd saves meanwhile, and does not keep it: there is no backward."""
+
+    def __init__(self) -> None:
+        self.node: fx.Node | None = None
+        self.by: list[fx.Node | None] = []  # for every tensor saved, in order
+        self._alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+        super().__init__(self._pack, _no_backward)
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        saved = Saved(tensor.untyped_storage(), self.node)
+        self.by.append(self.node)
+        self._alive.add(saved)
+        return saved
+
+    def saved(self) -> list[Saved]:
+        """What the results that are still there need for their backward."""
+        return list(self._alive)
+
+
+def _no_backward(saved: Saved) -> torch.Tensor:
+    raise RuntimeError("the saved tensors of this forward were only counted")
+
+
+def _bytes(storages: dict[int, Any], held: dict[int, Any]) -> int:
+    """Bytes of storages that are not held anyway."""
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in held)
+
+
+def _storages(values: Any) -> dict[int, Any]:
+    """The storages of the tensors among some values."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+
+
+def measured(module: Any, *args: Any, **kwargs: Any) -> int:
+    """Bytes that one forward of ``train_step`` on this batch saves for backward on this rank, of a
+    live `ShardedModule`; the whole forward's where the model has no loss. No backward follows, and
+    buffers stay as they are; random numbers are drawn. All ranks must call it."""
+    mode = module._running
+    arguments = module.arguments(args, kwargs)
+    with (recorder := Recorder()):
+        results = (mode.loss_module or mode.graph_module)(*arguments)
+    held = _storages(arguments)
+    found = {s.storage._cdata: s.storage for s in recorder.saved()}
+    del results
+    return _bytes(found, held)
+
+
+# --- predicted ---
+
+
+@dataclass
+class Forward:
+    """One run of rank 0's forward: bytes saved for backward, of recomputed blocks their inputs
+    alone; in ``blocks``, what each of these saves when it is computed again.
+
+    ``again``: names of the nodes that run again in backward.
+    """
+
+    saved: int
+    blocks: list[int] = field(default_factory=list)
+    again: set[str] = field(default_factory=set)
+
+
+class _Tracer(fx.Interpreter):
+    """Runs a graph and tells the recorder which node is running; ``inputs``: the storages that
+    every recomputed block reads."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder):
+        super().__init__(module)
+        self.recorder = recorder
+        self.blocks = [run for run in runs(module.graph) if run.block is not None]
+        self._first = {run.nodes[0]: run for run in self.blocks}
+        self.inputs: dict[int, dict[int, Any]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if run := self._first.get(n):
+            self.inputs[id(run)] = _storages(self.env[node] for node in run.reads())
+        self.recorder.node = n
+        return super().run_node(n)
+
+
+def forward(program: Program) -> Forward | None:
+    """Run the forward of ``train_step`` (where there is no loss, the whole one) on fake tensors, at
+    the sizes captured. None where an op needs numbers."""
+    return _forward(program, _flat(program), program.hints)
+
+
+def _flat(program: Program) -> fx.GraphModule:
+    """Rank 0's graph, on no process group."""
+    graph = loss_graph(program) if program.loss is not None else fx.Graph()
+    if program.loss is None:
+        graph.output(graph.graph_copy(program.graph, {}))
+    for node in graph.nodes:
+        if node.target is rng.draw:
+            node.update_arg(1, ())  # a stream of one's own is seeded by a number
+    made = bound(graph, program.mesh, 0, {}, _device(program))
+    return fx.GraphModule(torch.nn.Module(), made)
+
+
+def _forward(
+    program: Program, module: fx.GraphModule, sizes: dict[Any, int] | None
+) -> Forward | None:
+    try:
+        with FakeTensorMode():
+            return _traced(program, module, sizes)
+    except Exception:  # whatever an op raises that has no shape without numbers, or not this one
+        return None
+
+
+def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | None) -> Forward:
+    device = _device(program)
+    arguments = [_argument(program, node, sizes, device) for node in _placeholders(program.graph)]
+    tracer = _Tracer(module, recorder := Recorder())
+    with recorder:
+        results = tracer.run(*arguments)
+    held = _storages(arguments)
+    of = {node: run for run in tracer.blocks for node in run.nodes}
+    kept: dict[int, Any] = {}
+    inside: dict[int, dict[int, Any]] = {}
+    for saved in recorder.saved():
+        run, key = of.get(saved.node), saved.storage._cdata  # type: ignore[arg-type]
+        if run is None:
+            kept[key] = saved.storage
+        else:
+            inside.setdefault(id(run), {})[key] = saved.storage
+            kept.update(tracer.inputs[id(run)])
+    del results
+    again = [run for run in tracer.blocks if id(run) in inside]
+    return Forward(
+        _bytes(kept, held),
+        [_bytes(inside[id(run)], {**held, **tracer.inputs[id(run)]}) for run in again],
+        {name for run in again for name in _again(run, recorder)},
+    )
+
+
+def _again(run: Run, recorder: Recorder) -> Iterator[str]:
+    """The nodes up to the one that saves a block's last tensor: torch's checkpoint stops there."""
+    own = set(run.nodes)
+    last = next(node for node in reversed(recorder.by) if node in own)
+    for node in run.nodes:
+        yield node.name
+        if node is last:
+            return
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _device(program: Program) -> torch.device:
+    """Where the program will run, as far as is known."""
+    if program.mesh.mesh.device_mesh is not None:
+        return torch.device(program.mesh.mesh.device_mesh.device_type)
+    kinds = {p.value.device.type for p in program.values.values()} - {"meta"}
+    return torch.device(min(kinds, default="cpu"))
+
+
+def _argument(
+    program: Program, node: fx.Node, sizes: dict[Any, int] | None, device: torch.device
+) -> Any:
+    value, shape = node.meta.get("val"), stated(program, node, sizes)
+    if not isinstance(value, torch.Tensor) or shape is None:
+        return value
+    parameter = program.values.get(node.name)
+    trainable = parameter is not None and parameter.trainable
+    return torch.empty(shape, dtype=value.dtype, device=device, requires_grad=trainable)
+
+
+# --- closed forms ---
+
+#: Sizes that a closed form is found at: so many times those captured, and the one it is checked at.
+TIMES, CHECKED = (1, 2, 3), 4
+#: With more dynamic sizes than that, only the number at the captured sizes is told.
+MOST_SIZES = 3
+
+
+@dataclass
+class Prediction:
+    """Bytes on a rank: saved for backward, and of recomputed blocks the largest one's; closed forms
+    of the dynamic sizes, or numbers at the sizes captured."""
+
+    saved: Any
+    recomputed: Any
+
+
+def predicted(program: Program) -> Prediction | None:
+    """What one forward saves for backward on rank 0. Where it is a polynomial, linear in the batch
+    and up to quadratic in other sizes, that polynomial: found at multiples of the captured sizes,
+    exactly, and checked at one more. A size that cannot grow, or with too many of them all but the
+    batch, stays at its captured value. None where no number is known."""
+    module = _flat(program)
+    batch = [s for s in _batch_sizes(program) if s in program.hints]
+    for symbols in ([*program.hints], batch):
+        if 0 < len(symbols) <= MOST_SIZES:
+            forms = _forms(program, module, symbols, batch)
+            if forms is not None:
+                return _largest(program, forms)
+    # the captured batch is that of all data ranks (of which forms are made: a row alone is special)
+    own = {s: -(-program.hints[s] // _data_ranks(program)) for s in batch}
+    made = _forward(program, module, {**program.hints, **own})
+    return None if made is None else _largest(program, [made.saved, *made.blocks])
+
+
+def _largest(program: Program, forms: list[Any]) -> Prediction:
+    """The forms of what is saved, and of the block that is largest at the captured sizes."""
+    saved, *blocks = forms
+    found = {sympy.sympify(form).xreplace(program.hints): form for form in set(blocks)}
+    return Prediction(saved, found[max(found)] if found else 0)
+
+
+def _data_ranks(program: Program) -> int:
+    over = {m for a in program.assignments if a.axis.role == "batch" for m in a.mesh_axes}
+    return program.mesh.size(tuple(m for m in program.mesh.axes if m in over))
+
+
+def _batch_sizes(program: Program) -> list[Any]:
+    found = (
+        axis.size
+        for node in _placeholders(program.graph)
+        for dim in program.dims.get(node, ())
+        for axis in atoms(dim)
+        if axis.role == "batch"
+    )
+    return list(dict.fromkeys(found))
+
+
+def _forms(
+    program: Program, module: fx.GraphModule, symbols: list[Any], batch: list[Any]
+) -> list[Any] | None:
+    """What is saved, and by each block, as polynomials of these sizes; the lowest that fit."""
+    hints = program.hints
+
+    @functools.cache
+    def run(times: tuple[int, ...]) -> list[int] | None:
+        grown = {s: hints[s] * t for s, t in zip(symbols, times, strict=True)}
+        made = _forward(program, module, {**hints, **grown})
+        return None if made is None else [made.saved, *made.blocks]
+
+    for degree in (1, 2):
+        powers = list(itertools.product(*(range(2 if s in batch else degree + 1) for s in symbols)))
+        factors = _through(run, powers)
+        if factors is not None:
+            bases = [
+                math.prod((s / hints[s]) ** p for s, p in zip(symbols, each, strict=True))
+                for each in powers
+            ]
+            return [
+                sympy.expand(sum(f * b for f, b in zip(each, bases, strict=True)))
+                for each in factors
+            ]
+    return None
+
+
+def _through(
+    run: Callable[[tuple[int, ...]], list[int] | None], powers: list[tuple[int, ...]]
+) -> list[list[Any]] | None:
+    """The factors of these powers in each of the numbers that ``run`` gives, exactly; None where it
+    gives none, or the point that checks them lies elsewhere."""
+    points = [tuple(TIMES[p] for p in each) for each in powers]
+    points.append((CHECKED,) * len(powers[0]))
+    found = [run(times) for times in points]
+    if None in found or len({len(values) for values in found if values}) > 1:
+        return None
+    *rows, last = (
+        [math.prod(t**p for t, p in zip(times, each, strict=True)) for each in powers]
+        for times in points
+    )
+    inverse = sympy.Matrix(rows).inv()
+    out = []
+    for *values, check in zip(*found, strict=True):  # type: ignore[arg-type]
+        factors = list(inverse * sympy.Matrix(values))
+        if sum(f * x for f, x in zip(factors, last, strict=True)) != check:
+            return None
+        out.append(factors)
+    return out

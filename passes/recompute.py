@@ -1,0 +1,100 @@
+"""recompute: blocks keep their inputs for backward, and compute the rest again there.
+
+Requires: a partitioned graph; runs after `zero` where there is one. Gives: the same graph, in which
+every op of a block carries the block's name in ``node.meta["recompute"]``; runs of them become
+submodules when the graph is bound to a rank (`autoshard.outline`).
+
+    before:  h = linear(x, w1); z = gelu(h); y = linear(z, w2)            keeps x, h, z
+    after:   y = recomputed(block, x, w1, w2)                             keeps x
+
+A block that is called several times is as many blocks. One in which nothing is made that is used
+there only (a single op) frees nothing, and is left as it is. A sum over ranks at its start is of
+what came before: it is done once, and the sum is kept in place of the summands. What gathers
+weights (`wait_gather`) starts the part that is computed again: backward gathers them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from autoshard.chain import Pass
+from autoshard.collectives import CONVERSIONS, TABLE
+from autoshard.errors import ShardingError, message
+from autoshard.outline import RECOMPUTE
+from autoshard.program import Program, shallow
+from autoshard.rules import op_name
+from autoshard.segments import Segment, segments
+
+#: The op that waits for a block's gathered weights.
+WAIT = "wait_gather"
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    name: ClassVar[str] = "recompute"
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        if not program.layouts:
+            raise ShardingError(
+                message(
+                    "recompute",
+                    "the graph",
+                    f"{len(program.dims)} values with axes, none with a layout",
+                    "blocks are marked in the graph of one rank, and partition has not run",
+                    "put recompute after partition",
+                )
+            )
+        marked = 0
+        for segment in segments(program.graph):
+            if segment.block:
+                marked += sum(_mark(program, *call) for call in _calls(segment))
+        if not marked:
+            program.notes.append(
+                "recompute: the model has no blocks (layers that repeat), so nothing is recomputed"
+            )
+        return program
+
+
+def _calls(segment: Segment) -> list[tuple[str, list[fx.Node]]]:
+    """The calls of a block, each with a name: ``layers.0``, ``layers.0@1``. Weights are gathered
+    for the segment as a whole: one that waits for some is one call, from there on."""
+    nodes = [n for n in segment.nodes if n.op == "call_function"]
+    waits = [i for i, n in enumerate(nodes) if op_name(n.target) == WAIT]
+    if waits:
+        return [(segment.name, nodes[waits[0] :])]
+    while nodes and _finishes(nodes[0], nodes):
+        nodes = nodes[1:]
+    calls: dict[str, list[fx.Node]] = {}
+    name = segment.name
+    for node in nodes:
+        name = _call(node, segment.name) or name  # sizes and the like belong where they stand
+        calls.setdefault(name, []).append(node)
+    return list(calls.items())
+
+
+def _finishes(node: fx.Node, block: list[fx.Node]) -> bool:
+    """Whether a collective sums what was made before the block."""
+    kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
+    sums = kind is not None and kind.source == "P"
+    return sums and set(block).isdisjoint(node.all_input_nodes)
+
+
+def _call(node: fx.Node, block: str) -> str | None:
+    """Which call of a block a node is of, as torch.export numbers them; None where it is silent."""
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.removeprefix("L['self'].").partition(".")[2] == block:
+            _, at, number = key.rpartition("@")
+            return f"{block}@{number}" if at else block
+    return None
+
+
+def _mark(program: Program, name: str, nodes: list[fx.Node]) -> int:
+    own = set(nodes)
+    inside = [n for n in nodes if n in program.dims and n.users and own.issuperset(n.users)]
+    for node in nodes if inside else ():
+        node.meta[RECOMPUTE] = name
+    return len(nodes) if inside else 0
