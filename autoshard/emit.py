@@ -238,7 +238,7 @@ class ShardedModule(nn.Module):
             self._groups = groups if program is self.program else self._groups
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
-        weights = {n: zero.Weights(u, self._store, program) for n, u in program.units.items()}
+        weights = zero.weights_of(program, self._store)
         place = (program.mesh, self.rank_index, names, self._device, weights)
         has_loss = program.loss is not None
         return Mode(

@@ -27,6 +27,7 @@ from torch import nn
 
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
+from autoshard.outline import RECOMPUTE
 from autoshard.program import Parameter, Program, Unit
 from autoshard.runtime import optimizers, wire
 from autoshard.runtime.gather import (
@@ -168,6 +169,14 @@ def shard_of(
     return section[start : start + math.prod(shape)].view(shape)
 
 
+def weights_of(program: Program, store: Store) -> dict[str, Weights]:
+    """What a program gathers together, by name, on the rank of the store."""
+    found = {name: Weights(unit, store, program) for name, unit in program.units.items()}
+    for node in program.graph.find_nodes(op="call_function", target=wait_gather):
+        found[node.args[2]].again = RECOMPUTE in node.meta
+    return found
+
+
 def gradient_axes(program: Program, rank: int) -> tuple[str, ...]:
     """The mesh axes over which some gradient of a unit is summed."""
     found = set()
@@ -244,8 +253,8 @@ def _asked_for() -> bool:
 class Weights:
     """A unit on one rank: how to gather its weights and to reduce their gradients."""
 
-    def __init__(self, unit: Unit, store: Store, program: Program, recomputed: bool = False):
-        self.unit, self.store, self.recomputed = unit, store, recomputed
+    def __init__(self, unit: Unit, store: Store, program: Program):
+        self.unit, self.store = unit, store
         self.mesh, self.rank = program.mesh, store.rank
         self.entries = entries(unit, program, self.rank)
         self.trainable = trainable(self.entries)
@@ -254,6 +263,7 @@ class Weights:
         self.numel = sum(e.numel for e in self.entries)
         self.gradient_numel = sum(e.numel for e in self.trainable)
         self.names = [e.parameter.name for e in self.entries]
+        self.again = False  # backward reads them as forward did
 
     def __repr__(self) -> str:
         return f"Weights({self.unit.name!r})"
@@ -332,7 +342,7 @@ class Gathering:
         self.unit = weights.unit
         self.versions = [s._version for s in shards]
         self.saved = False  # backward reads the weights
-        self.seen = False
+        self.seen = False  # a second time, a block is computed again in backward
         self.flat: torch.Tensor | None = None  # on their way
         self.works: list[Any] = []
         self.buffer: torch.Tensor | None = None  # here
@@ -486,7 +496,7 @@ class Forward:
         earlier = [
             g
             for g in self.order
-            if g.unit.segment < here and (g.saved or g.weights.recomputed) and not g.unit.keep
+            if g.unit.segment < here and (g.saved or g.weights.again) and not g.unit.keep
         ]
         ahead = max((g.unit.segment for g in earlier), default=-1)
         for other in earlier:
