@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.capture import capture
@@ -21,16 +22,12 @@ from autoshard.progress import say
 from autoshard.runtime import checks
 
 #: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
-NOT_BUILT_AXES = ("pp", "cp", "ep")
+NOT_BUILT_AXES = ("pp", "cp")
 NOT_BUILT_OPTIONS = {
     "context_parallel": "ring",
-    "zero": 0,
-    "offload": False,
     "microbatches": None,
     "schedule": "1f1b",
     "recompute": "none",
-    "param_dtype": None,
-    "reduce_dtype": None,
 }
 
 
@@ -41,13 +38,15 @@ def autoshard(
     *,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
-    zero: int = 0,
+    zero: int = 1,
+    zero_axes: tuple[str, ...] | None = None,
+    reshard_after_forward: bool = True,
     offload: bool = False,
     microbatches: int | None = None,
     schedule: str = "1f1b",
     recompute: str = "none",
-    param_dtype: Any = None,
-    reduce_dtype: Any = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     loss_fn: Any = None,
     strict: bool = False,
     passes: list[Pass] | None = None,
@@ -69,23 +68,27 @@ def autoshard(
     spec = MeshSpec.of(mesh)
     options = {
         "context_parallel": context_parallel,
-        "zero": zero,
-        "offload": offload,
         "microbatches": microbatches,
         "schedule": schedule,
         "recompute": recompute,
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
     }
     rank = _live_rank(spec)
     source = Source(
         model,
         spec,
         example_inputs,
-        sequence_parallel=sequence_parallel,
         loss_fn=loss_fn,
-        strict=strict,
         passes=passes,
+        param_dtype=param_dtype,
+        options={
+            "sequence_parallel": sequence_parallel,
+            "strict": strict,
+            "zero": zero,
+            "zero_axes": zero_axes,
+            "reshard_after_forward": reshard_after_forward,
+            "offload": offload,
+            "reduce_dtype": None if reduce_dtype is None else str(reduce_dtype).split(".")[-1],
+        },
     )
 
     def compile_() -> Program:
@@ -105,11 +108,11 @@ class Source:
     model: nn.Module = field(kw_only=False)
     mesh: MeshSpec = field(kw_only=False)
     example_inputs: Any = field(default=None, kw_only=False)
-    sequence_parallel: bool = True
     loss_fn: Any = None
-    strict: bool = False
     passes: list[Pass] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     raise_precision: bool = False
+    param_dtype: torch.dtype | None = None
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
 
     @property
@@ -135,6 +138,7 @@ class Source:
                     self.example_inputs,
                     self.loss_fn,
                     self.raise_precision,
+                    self.param_dtype,
                 )
             other = self.compiled.get(not training)
             like = other[0] if other else None
@@ -146,7 +150,7 @@ class Source:
             return self.passes
         from passes import chain
 
-        return chain(sequence_parallel=self.sequence_parallel, strict=self.strict)
+        return chain(**self.options)
 
 
 @contextlib.contextmanager

@@ -45,16 +45,21 @@ class _Wrapper(nn.Module):
     """Gives ``torch.export`` plain arguments and tensor-only outputs."""
 
     def __init__(
-        self, model: nn.Module, constants: dict[str, Any], loss_fn: Any, targets: set[str]
+        self,
+        model: nn.Module,
+        constants: dict[str, Any],
+        loss_fn: Any,
+        targets: set[str],
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, dtype
         self.constants, self.loss_fn, self.targets = constants, loss_fn, targets
         self.returned = _Returned()
         self.training = model.training  # of this module alone: a part may be in another mode
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        own = {k: v for k, v in inputs.items() if k not in self.targets}
+        own = {k: self._cast(v) for k, v in inputs.items() if k not in self.targets}
         out = self.model(**own, **self.constants)
         self.returned.output = Output.of(out)
         named = tensors_of(out)
@@ -64,6 +69,10 @@ class _Wrapper(nn.Module):
         if not named:
             raise _no_tensors(type(self.model).__name__, out)
         return named
+
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
+        """Inputs are of the type that parameters compute in."""
+        return value.to(self.dtype) if self.dtype and value.is_floating_point() else value
 
 
 def _no_tensors(who: str, out: Any) -> CaptureError:
@@ -161,6 +170,7 @@ def capture(
     example_inputs: Any = None,
     loss_fn: Any = None,
     raise_precision: bool = False,
+    param_dtype: torch.dtype | None = None,
 ) -> tuple[Program, Output]:
     """Export the model, in the mode it is in, as one functional graph.
 
@@ -176,7 +186,7 @@ def capture(
         given = bind_inputs(model, example_inputs)
     tensors, constants, targets = _sort_inputs(model, given, loss_fn)
     tensors = {k: _real(v, model) for k, v in tensors.items()}
-    wrapper = _Wrapper(model, constants, loss_fn, targets)
+    wrapper = _Wrapper(model, constants, loss_fn, targets, param_dtype)
     exported, dynamic = _export(wrapper, tensors, tables)
     assert wrapper.returned.output is not None  # export ran forward
     program = _program(exported, model, tensors, tables, mesh, dynamic, raise_precision)
@@ -238,13 +248,13 @@ def _export_once(
     tables: dict[str, torch.Tensor],
 ) -> Any:
     with contextlib.ExitStack() as stack:
-        if has_meta(wrapper.model):
+        if has_meta(wrapper.model) or wrapper.dtype is not None:
             mode = FakeTensorMode(
                 shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True),
                 allow_non_fake_inputs=True,
                 export=True,
             )
-            stack.enter_context(standing_in(wrapper.model, mode, tables))
+            stack.enter_context(standing_in(wrapper.model, mode, tables, wrapper.dtype))
             # export then makes its own fake tensors in this mode too
             stack.enter_context(tracing(TracingContext(mode)))
         exported = torch.export.export(

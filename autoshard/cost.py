@@ -54,10 +54,14 @@ def gradient_buckets(program: Program) -> list[tuple[tuple[str, ...], int, set[s
     """The buckets that `runtime.buckets.Reducer` fills on rank 0: mesh axes summed over, bytes,
     and the parameters with a part in each."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
+    in_units = {key for unit in program.units.values() for key in unit.keys}
     first_use = {
         node.name: min(order[user] for user in node.users)
         for node in order
-        if node.op == "placeholder" and node.users and node.name in program.values
+        if node.op == "placeholder"
+        and node.users
+        and node.name in program.values
+        and node.name not in in_units
     }
     buckets: list[tuple[tuple[str, ...], int, set[str]]] = []
     last: dict[Any, int] = {}

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import collectives
 from autoshard.collectives import Link
+from autoshard.cost import is_cut
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
@@ -20,29 +21,22 @@ from autoshard.meta import Initialiser
 from autoshard.objective import no_loss
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
-from autoshard.runtime import checks, gather, rng
+from autoshard.runtime import checks, gather, optimizers, rng, zero
 from autoshard.runtime.buckets import Reducer
 
-LINKED = {*collectives.CONVERSIONS, collectives.all_reduce_max, *collectives.LOCAL, rng.draw}
+LINKED = {
+    *collectives.CONVERSIONS,
+    collectives.all_reduce_max,
+    *collectives.LOCAL,
+    rng.draw,
+    *zero.CALLS,
+}
 
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
-    " _places _frozen _modes _running _reducer".split()
+    " _places _frozen _modes _running _reducer _store".split()
 )
-
-
-def local_value(
-    parameter: Parameter, mesh: SubMesh, rank: int, whole: torch.Tensor | None = None
-) -> torch.Tensor:
-    """What a rank holds of a parameter, contiguous and of its own storage. ``whole``: its value,
-    where the parameter itself is on the meta device."""
-    value = (parameter.value if whole is None else whole).detach()
-    sliced = value
-    for at, wanted in enumerate(gather.positions(parameter, mesh, rank)):
-        if wanted is not None:
-            sliced = sliced.index_select(at, wanted.to(value.device))
-    return sliced.clone() if sliced is value else sliced
 
 
 def loss_graph(program: Program) -> fx.Graph:
@@ -55,6 +49,11 @@ def loss_graph(program: Program) -> fx.Graph:
     kept = [results[program.loss or 0], *(results[i] for i in program.buffer_updates.values())]
     graph.output(tuple(mapping[n] for n in kept))
     graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="call_function", target=zero.start_gather):
+        if all(user.target is zero.release for user in node.users):  # the loss does without
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
     return graph
 
 
@@ -64,17 +63,24 @@ def bind(
     rank: int,
     groups: dict[tuple[str, ...], str],
     device: torch.device | None = None,
+    units: Mapping[str, zero.Weights] | None = None,
 ) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
-    and tensors made inside it are made on ``device``."""
-    new = fx.Graph()
+    names of ``units`` become the rank's own, and tensors made inside it are made on ``device``."""
+    new, root = fx.Graph(), nn.Module()
     new.output(new.graph_copy(graph, {}))
+    for i, unit in enumerate((units or {}).values()):
+        setattr(root, f"unit_{i}", unit)
+    held = {name: f"unit_{i}" for i, name in enumerate(units or {})}
     for node in list(new.nodes):
         if device is not None and node.op == "call_function":
             place = {k: device for k, v in node.kwargs.items() if isinstance(v, torch.device)}
             node.kwargs = {**node.kwargs, **place}
             node.args = tuple(device if isinstance(v, torch.device) else v for v in node.args)
         linked = node.op == "call_function" and node.target in LINKED
+        if linked and node.target in zero.CALLS and node.args[2] in held:
+            with new.inserting_before(node):
+                node.update_arg(2, new.get_attr(held[node.args[2]]))
         if not linked or not isinstance(node.args[1], tuple):
             continue
         axes = node.args[1]
@@ -86,16 +92,17 @@ def bind(
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))
             new.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), new)
+    return fx.GraphModule(root, new)
 
 
-def needed_groups(program: Program) -> list[tuple[str, ...]]:
+def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
     """Every set of mesh sub-axes that some collective runs over, in an order all ranks share."""
     axes = program.mesh.axes
-    found = {tuple(c.axes) for c in program.conversions}
-    for parameter in program.values.values():
-        for _, _, _, over in gather.reductions(parameter, program.mesh):
-            found.add(over)
+    found = {tuple(c.axes) for c in program.conversions} | zero.groups_of(program, rank)
+    in_units = {key for unit in program.units.values() for key in unit.keys}
+    for key, parameter in program.values.items():
+        if key not in in_units:
+            found |= {over for *_, over in gather.reductions(parameter, program.mesh)}
     return sorted(found, key=lambda g: tuple(axes.index(a) for a in g))
 
 
@@ -116,7 +123,7 @@ def make_groups(
     import torch.distributed as dist
 
     mine = {}
-    for axes in needed_groups(program):
+    for axes in needed_groups(program, rank):
         ranks = tuple(program.mesh.peers(rank, axes))
         if ranks not in known:
             known[ranks] = dist.new_group(
@@ -138,6 +145,7 @@ class Mode:
     places: dict[str, tuple[nn.Module, str]]
     graph_module: fx.GraphModule
     loss_module: fx.GraphModule | None
+    units: dict[str, zero.Weights]
 
 
 class ShardedModule(nn.Module):
@@ -162,11 +170,16 @@ class ShardedModule(nn.Module):
         self._groups: dict[tuple[str, ...], Any] = {}
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
+        self._store = zero.Store(program, rank, self._device)
         self._places = self._own(program)
+        self._store.settle()
         self._frozen = [k for k, p in program.parameters().items() if not p.trainable]
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
         self._reducer = Reducer(self) if live else None
+        for key, parameter in program.parameters().items():
+            if live and (parameter.zero or is_cut(parameter.layout)):
+                optimizers.watch(self.tensor(key), parameter.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN:
@@ -208,7 +221,9 @@ class ShardedModule(nn.Module):
             groups = make_groups(program, self.rank_index, self._groups_by_ranks, self._device)
             self._groups = groups if program is self.program else self._groups
         names = {axes: group.group_name for axes, group in groups.items()}
-        place = (program.mesh, self.rank_index, names, self._device)
+        self._store.groups.update(groups)
+        weights = {n: zero.Weights(u, self._store, program) for n, u in program.units.items()}
+        place = (program.mesh, self.rank_index, names, self._device, weights)
         has_loss = program.loss is not None
         return Mode(
             program,
@@ -216,6 +231,7 @@ class ShardedModule(nn.Module):
             places,
             bind(program.graph, *place),
             bind(loss_graph(program), *place) if has_loss else None,
+            weights,
         )
 
     def _enter(self, training: bool) -> None:
@@ -242,6 +258,11 @@ class ShardedModule(nn.Module):
         return self._running.graph_module
 
     @property
+    def units(self) -> dict[str, zero.Weights]:
+        """What the emitted graph gathers together, by name, in the mode the module is in."""
+        return self._running.units
+
+    @property
     def running(self) -> Program:
         """The program of the mode the module is in."""
         return self._running.program
@@ -260,16 +281,17 @@ class ShardedModule(nn.Module):
     def _hold(
         self, program: Program, parameter: Parameter, name: str, whole: torch.Tensor | None = None
     ) -> tuple[nn.Module, str]:
-        value = local_value(parameter, program.mesh, self.rank_index, whole)
-        value = value if self._device is None else value.to(self._device)
+        mesh, rank = program.mesh, self.rank_index
         holder: nn.Module = self
         *path, last = name.split(".")
         for step in path:
             holder = holder._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
         # not by register_*: those refuse a name that this class uses too, such as `table`
         if not parameter.buffer:
-            holder._parameters[last] = nn.Parameter(value, parameter.trainable)
+            holder._parameters[last] = self._store.hold(parameter, mesh, program.offload, whole)
             return holder, last
+        value = gather.local_value(parameter, mesh, rank, whole)
+        value = value if self._device is None else value.to(self._device)
         holder._buffers[last] = value
         if not parameter.persistent:
             holder._non_persistent_buffers_set.add(last)
@@ -321,7 +343,9 @@ class ShardedModule(nn.Module):
         return [*held, *(given[n] for n in wanted)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        results = self.graph_module(*self._checked_arguments(args, kwargs))
+        arguments = self._checked_arguments(args, kwargs)
+        with self._store.forward(alone=False):
+            results = self.graph_module(*arguments)
         self._update_buffers(results, self.running.buffer_updates)
         return self.structured(results)
 
@@ -373,7 +397,9 @@ class ShardedModule(nn.Module):
         loss_module = self._running.loss_module
         if loss_module is None:
             raise no_loss("train_step", self.running)
-        results = loss_module(*self._checked_arguments(args, kwargs))
+        arguments = self._checked_arguments(args, kwargs)
+        with self._store.forward(alone=True):
+            results = loss_module(*arguments)
         updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)
         results[0].backward()
@@ -401,11 +427,11 @@ class ShardedModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them; the next backward outside reduces the sum."""
-        self._syncing = False
+        self._syncing = self._store.syncing = False
         try:
             yield
         finally:
-            self._syncing = True
+            self._syncing = self._store.syncing = True
 
     @property
     def code(self) -> str:
@@ -418,6 +444,7 @@ class ShardedModule(nn.Module):
         returns that norm before scaling. Every parameter counts once."""
         total = gather.squared_norm(self)
         if self.live:
+            total = total.to(self._device)
             import torch.distributed as dist
 
             dist.all_reduce(total)
@@ -470,7 +497,7 @@ class ShardedModule(nn.Module):
             whole = next((state[n] for n in parameter.names if n in state), None)
             if whole is not None:
                 mesh, rank = self.program.mesh, self.rank_index
-                self.tensor(key).copy_(local_value(parameter, mesh, rank, whole))
+                self.tensor(key).copy_(gather.local_value(parameter, mesh, rank, whole))
         return missing, unexpected
 
     def save_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -509,7 +536,8 @@ class ShardedModule(nn.Module):
 
     def _whole(self, parameter: Parameter, local: torch.Tensor) -> torch.Tensor:
         mesh = self.program.mesh
-        if all(s in ("I", R) for s in parameter.layout.values()):
+        local = local if self._device is None else local.to(self._device)
+        if not parameter.zero and all(s in ("I", R) for s in parameter.layout.values()):
             return local.clone()
         if not self.live:
             raise MeshError(
@@ -568,6 +596,8 @@ def _common_seed() -> int:
 
 def _held_alike(ours: Parameter, our_mesh: SubMesh, theirs: Parameter, mesh: SubMesh) -> bool:
     """Whether two programs hold the same slices of a parameter, and reduce its gradient alike."""
+    if ours.zero != theirs.zero:
+        return False
     cut = any(s not in ("I", R) for p in (ours, theirs) for s in p.layout.values())
     for rank in range(mesh.mesh.world_size if cut else 0):
         for a, b in zip(ours.dims, theirs.dims, strict=True):

@@ -40,20 +40,25 @@ def home(model: nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def standing_in(
-    model: nn.Module, mode: FakeTensorMode, tables: dict[str, torch.Tensor]
+    model: nn.Module,
+    mode: FakeTensorMode,
+    tables: dict[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Meanwhile every meta tensor of the model is a fake one on the model's home device, or its
-    recovered value; the model is itself again afterwards."""
+    recovered value; with ``dtype``, every floating parameter is a fake one of that type. The model
+    is itself again afterwards."""
     device, replaced = home(model), []
     fakes: dict[int, torch.Tensor] = {}
     for path, store in _stores(model):
         for key, tensor in _tensors(store):
-            if tensor.is_meta:
+            if tensor.is_meta or working_type(tensor, dtype) != tensor.dtype:
                 replaced.append((store, key, tensor))
                 name = f"{path}.{key}".strip(".")
                 if id(tensor) not in fakes:
                     known = tables.get(name)
-                    fakes[id(tensor)] = _fake(tensor, mode, device) if known is None else known
+                    made = _fake(tensor, mode, device, dtype) if known is None else known
+                    fakes[id(tensor)] = made
                 store[key] = fakes[id(tensor)]
     try:
         yield
@@ -62,9 +67,19 @@ def standing_in(
             store[key] = tensor
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def working_type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which a model computes with a tensor of its own, when its parameters are to be
+    of ``dtype``: buffers, and what is no floating number, keep theirs."""
+    casts = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return dtype if casts else tensor.dtype  # type: ignore[return-value]
+
+
+def _fake(
+    tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None
+) -> torch.Tensor:
+    kind = working_type(tensor, dtype)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 

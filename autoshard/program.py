@@ -68,6 +68,27 @@ class Conversion:
     backward: bool
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Parameters of one segment of the graph whose weights (what is computed with) are gathered,
+    and whose gradients are reduced, in one collective each.
+
+    ``keys``: their placeholders; ``axes``: the mesh axes that share them out; ``dtype``: of the
+    weights; ``reduce_dtype``: in which gradients travel (None: that of the parameters); ``keep``:
+    weights stay gathered until an optimizer step; ``whole_gradients``: gradients stay whole until
+    they are reduced, else every backward reduces them. ``segment``: its position in the graph.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype | None
+    keep: bool
+    whole_gradients: bool
+    segment: int
+
+
 @dataclass
 class Program:
     """A captured graph with everything known about it.
@@ -94,6 +115,8 @@ class Program:
     conversions: list[Conversion] = field(default_factory=list)
     buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
     constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
+    units: dict[str, Unit] = field(default_factory=dict)
+    offload: bool = False  # parameters, and so optimizer states, are held in host memory
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -123,6 +146,20 @@ def module_path(node: fx.Node) -> str:
     return path.partition(".")[2]  # the model is a child of the module that was exported
 
 
+def copied(program: Program) -> Program:
+    """A copy whose graph can be changed too; axes are shared."""
+    new, graph = shallow(program), fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(program.graph, mapping))
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    mapping[output] = next(n for n in graph.nodes if n.op == "output")
+    new.graph_module = fx.GraphModule(torch.nn.Module(), graph)
+    for name in ("dims", "typings", "layouts"):
+        known = getattr(program, name)
+        setattr(new, name, {mapping[n]: v for n, v in known.items() if n in mapping})
+    return new
+
+
 def tensor_results(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors a node gives, one or several."""
     value = node.meta.get("val")
@@ -140,5 +177,5 @@ def shallow(program: Program) -> Program:
     new.values = {key: dataclasses.replace(p) for key, p in program.values.items()}
     for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
         setattr(new, name, list(getattr(program, name)))
-    new.left = dict(program.left)
+    new.left, new.units = dict(program.left), dict(program.units)
     return new

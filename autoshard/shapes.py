@@ -13,9 +13,9 @@ from torch import fx
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.collectives import CONVERSIONS, KINDS, LOCAL, Link, all_reduce_max
 from autoshard.layout import Layout, cut_axes, piece_bounds
-from autoshard.mesh import DATA_AXES, SubMesh
+from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
-from autoshard.runtime import rng
+from autoshard.runtime import gather, rng, zero
 
 
 class Misfit(Exception):
@@ -41,7 +41,7 @@ def interpret(program: Program, sizes: dict[Any, int] | None = None) -> Iterator
             env[node] = value
         else:
             try:
-                env[node] = _run(node, program.mesh, env)
+                env[node] = _run(node, program, env)
             except NotImplementedError:
                 return
             except Exception as error:  # whatever an op raises on shapes that do not fit
@@ -107,6 +107,10 @@ def stated(
         return None
     known = _Sizes(program, program.hints if sizes is None else sizes, layout)
     found = [known.of(dim) for dim in dims]
+    parameter = program.values.get(node.name) if node.op == "placeholder" else None
+    if parameter is not None and parameter.zero:
+        low, high = gather.shard_bounds(parameter, program.mesh, 0)
+        found[0] = high - low
     return None if None in found else tuple(found)  # type: ignore[arg-type]
 
 
@@ -136,7 +140,18 @@ class _Sizes:
         return piece_bounds(size, self.mesh.size(by), 0)[1] if by else size
 
 
-def _run(node: fx.Node, mesh: SubMesh, env: dict[fx.Node, Any]) -> Any:
+def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
+    mesh = program.mesh
+    if node.target in (zero.start_gather, zero.release):
+        return None
+    if node.target is zero.wait_gather:
+        unit = program.units[node.args[2]]
+        return [
+            torch.empty(
+                gather.slice_shape(program.values[key], mesh, 0), dtype=unit.dtype, device="meta"
+            )
+            for key in unit.keys
+        ]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     target: Any = node.target
     if target in CONVERSIONS:

@@ -6,6 +6,7 @@ padded or sent, which makes this an oracle for the real ones. One autograd graph
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from autoshard import collectives
 from autoshard.collectives import KINDS, PRIMITIVES, Link
 from autoshard.emit import LINKED
 from autoshard.mesh import SubMesh
-from autoshard.runtime import rng
+from autoshard.program import Parameter
+from autoshard.runtime import gather, rng, zero
 
 
 class _Lockstep(torch.autograd.Function):
@@ -51,8 +53,76 @@ def _primitive(
     ]
 
 
-def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list[Any]:
-    """Run a graph on all ranks. ``arguments[rank]``: the graph's. Gives each rank's results."""
+class _Gathered(torch.autograd.Function):
+    """The weights of a unit, of all ranks' shards; their gradients are summed and cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, units: list[Any], mesh: SubMesh, *shards: torch.Tensor) -> Any:
+        ctx.units, ctx.mesh = units, mesh
+        ctx.set_materialize_grads(False)
+        count = len(units[0].entries)
+        by_rank = [list(shards[r * count : (r + 1) * count]) for r in range(len(units))]
+        sections = [_section(unit, own) for unit, own in zip(units, by_rank, strict=True)]
+        out = []
+        for r, unit in enumerate(units):
+            flat = torch.cat([sections[p] for p in mesh.peers(r, unit.unit.axes)])
+            wholes = [flat.new_empty(e.shape) for e in unit.entries]
+            zero.unpack(unit.entries, flat, unit.ranks, wholes)
+            out += wholes
+        frozen = [not e.parameter.trainable for unit in units for e in unit.entries]
+        ctx.mark_non_differentiable(*itertools.compress(out, frozen))
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        units, mesh = ctx.units, ctx.mesh
+        count = len(units[0].entries)
+        found: list[Any] = [None] * len(grads)
+        for i in range(count):
+            held = [grads[r * count + i] for r in range(len(units))]
+            if all(grad is None for grad in held):
+                continue
+            entries = [unit.entries[i] for unit in units]
+            wholes = [
+                torch.zeros(e.shape, dtype=units[0].unit.dtype) if g is None else g.clone()
+                for e, g in zip(entries, held, strict=True)
+            ]
+            sum_over_ranks(entries[0].parameter, mesh, wholes)
+            for r, (entry, whole) in enumerate(zip(entries, wholes, strict=True)):
+                mine = whole[slice(*entry.bounds)] if entry.shape else whole
+                found[r * count + i] = mine.clone()
+        return None, None, *found
+
+
+def _section(unit: Any, shards: list[torch.Tensor]) -> torch.Tensor:
+    empty = torch.zeros(unit.numel, dtype=unit.unit.dtype)
+    return zero.pack(unit.entries, shards, empty)
+
+
+def sum_over_ranks(parameter: Parameter, mesh: SubMesh, wholes: list[torch.Tensor]) -> None:
+    """Sum gradients of a parameter's slice, one of each rank, in place, as its layout says."""
+    pieces = [gather.slice_pieces(parameter, mesh, r) for r in range(len(wholes))]
+    for at, ((*_, over), _) in enumerate(pieces[0]):
+        done: set[int] = set()
+        for r in range(len(wholes)):
+            if r in done or not over:
+                continue
+            group = mesh.peers(r, over)
+            done.update(group)
+            views = [gather.view_of(wholes[p], pieces[p][at][0]) for p in group]
+            total = torch.stack(views).sum(0)
+            for view in views:
+                view.copy_(total)
+
+
+def simulate(
+    graph: fx.Graph,
+    mesh: SubMesh,
+    arguments: list[list[Any]],
+    units: list[dict[str, Any]] | None = None,
+) -> list[Any]:
+    """Run a graph on all ranks. ``arguments[rank]``: the graph's; ``units[rank]``: the
+    `runtime.zero.Weights` that it names. Gives each rank's results."""
     ranks = range(len(arguments))
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
     remaining = [iter(a) for a in arguments]
@@ -65,7 +135,7 @@ def simulate(graph: fx.Graph, mesh: SubMesh, arguments: list[list[Any]]) -> list
             return [fx.map_arg(node.args[0], lambda n, r=r: env[r][n]) for r in ranks]
         else:
             try:
-                values = _run(node, mesh, env)
+                values = _run(node, mesh, env, units)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{node.format_node()} from {node.meta.get('origin')}: {error}"
@@ -90,8 +160,15 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]]) -> list[Any]:
+def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> list[Any]:
+    if node.target in (zero.start_gather, zero.release):
+        return [None] * len(env)
     calls = [fx.map_arg((node.args, node.kwargs), lambda n, e=e: e[n]) for e in env]
+    if node.target is zero.wait_gather:
+        own = [known[node.args[2]] for known in units]
+        flat = _Gathered.apply(own, mesh, *(shard for args, _ in calls for shard in args[3]))
+        count = len(own[0].entries)
+        return [list(flat[r * count : (r + 1) * count]) for r in range(len(own))]
     if node.target in LINKED and node.args[1]:
         axes = node.args[1]
         links = [Link(axes, "", mesh.size(axes), mesh.index(r, axes)) for r in range(len(env))]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.axes import atoms
 from autoshard.capture import bind_inputs, data_ranks
-from autoshard.emit import ShardedModule, local_value, loss_graph
+from autoshard.emit import ShardedModule, loss_graph
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.inputs import find_inputs
 from autoshard.layout import piece_bounds
@@ -27,7 +27,7 @@ from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
 from autoshard.runtime import gather, rng
-from autoshard.simulate import simulate
+from autoshard.simulate import simulate, sum_over_ranks
 
 RELATIVE, FLOOR = 1e-9, 1e-12
 #: Reports with more rows are printed with one row a kind.
@@ -194,7 +194,11 @@ def verify(
     *,
     max_norm: float = 1.0,
     optimizer: Any = None,
+    accumulate: int = 1,
     sequence_parallel: bool = True,
+    zero: int = 1,
+    zero_axes: tuple[str, ...] | None = None,
+    reshard_after_forward: bool = True,
     loss_fn: Any = None,
     strict: bool = False,
     passes: Any = None,
@@ -202,11 +206,13 @@ def verify(
     """Compare training on a mesh with training on one device, in float64.
 
     Runs ``steps`` optimizer steps (AdamW unless ``optimizer(params)`` is given) on copies of the
-    model, with gradients clipped to ``max_norm``. ``example_inputs`` is the global batch. The other
-    options are those of `autoshard`. Raises MeshError for a batch that the data axes do not divide,
-    CaptureError for a model on the meta device, with nothing to train, that cannot be copied, or
-    whose loss cannot be told, and ShardingError for one whose ranks draw random numbers of their
-    own (dropout). A model without a loss is trained on the mean squares of its outputs.
+    model, with gradients clipped to ``max_norm``. ``example_inputs`` is the global batch; with
+    ``accumulate``, a step adds up the gradients of so many batches, made of it by moving its rows
+    on. The other options are those of `autoshard`. Raises MeshError for a batch that the data axes
+    do not divide, CaptureError for a model on the meta device, with nothing to train, that cannot
+    be copied, or whose loss cannot be told, and ShardingError for one whose ranks draw random
+    numbers of their own (dropout). A model without a loss is trained on the mean squares of its
+    outputs.
     """
     from autoshard.api import Source
 
@@ -222,10 +228,15 @@ def verify(
         reference,
         spec,
         batch,
-        sequence_parallel=sequence_parallel,
         loss_fn=loss_fn,
-        strict=strict,
         passes=passes,
+        options={
+            "sequence_parallel": sequence_parallel,
+            "strict": strict,
+            "zero": zero,
+            "zero_axes": zero_axes,
+            "reshard_after_forward": reshard_after_forward,
+        },
         raise_precision=True,
     )
     program = source.program(reference.training)
@@ -250,10 +261,13 @@ def verify(
     theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
     for step in range(steps):
         say(f"step {step + 1} of {steps}")
-        seed = torch.get_rng_state()
-        expected = _reference_step(reference, batch, loss_fn, program)
-        torch.set_rng_state(seed)
-        _compare_step(report, program, ranks, batch, reference, expected, step)
+        for turn in range(accumulate):
+            seed, given = torch.get_rng_state(), _moved_on(batch, turn)
+            expected = _reference_step(reference, given, loss_fn, program)
+            torch.set_rng_state(seed)
+            name = f"step {step}" if accumulate == 1 else f"step {step}.{turn}"
+            _run_step(report, program, ranks, given, expected, name)
+        _compare_gradients(report, program, ranks, reference, step)
         norm = nn.utils.clip_grad_norm_(
             [p for p in reference.parameters() if p.grad is not None], max_norm
         )
@@ -394,25 +408,37 @@ def split_batch(program: Program, batch: dict[str, Any], rank: int) -> dict[str,
     return out
 
 
-def _compare_step(
+def _moved_on(batch: dict[str, Any], turn: int) -> dict[str, Any]:
+    """Another batch of the same kind: its rows moved on, so that other ranks have them."""
+    if not turn:
+        return batch
+    rows = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim}
+    return {
+        k: v.roll(turn, 0) if len(rows) == 1 and isinstance(v, torch.Tensor) and v.ndim else v
+        for k, v in batch.items()
+    }
+
+
+def _run_step(
     report: Report,
     program: Program,
     ranks: list[ShardedModule],
     batch: Any,
-    model: nn.Module,
     expected: Any,
-    step: int,
+    step: str,
 ) -> None:
+    """Forward and backward of all ranks; losses and outputs are compared."""
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
-    results = simulate(program.graph, program.mesh, arguments)
+    units = [m.units for m in ranks]
+    results = simulate(program.graph, program.mesh, arguments, units)
     names = program.output_names
     if program.loss is not None:
         seed = torch.get_rng_state()
-        results_loss = simulate(loss_graph(program), program.mesh, arguments)
+        results_loss = simulate(loss_graph(program), program.mesh, arguments, units)
         torch.set_rng_state(seed)
         torch.autograd.backward([r[0] for r in results_loss])
         for r, got in enumerate(results_loss):
-            report.add(f"step {step} loss", f"rank {r}", got[0], expected[names[program.loss]])
+            report.add(f"{step} loss", f"rank {r}", got[0], expected[names[program.loss]])
     else:
         objectives = [_objective(dict(zip(names, r, strict=False)), None) for r in results]
         torch.autograd.backward(objectives)
@@ -420,14 +446,20 @@ def _compare_step(
         _compare_outputs(report, program, results, expected, step)
         for r, module in enumerate(ranks):
             module._update_buffers(results[r], program.buffer_updates)
-        reduce_gradients(program, ranks)
-        named = dict(model.named_parameters())
-        for key, parameter in program.parameters().items():
-            reference = next(named[n] for n in parameter.names if n in named)
-            got = [m.tensor(key).grad for m in ranks]
-            pairs = _beside(program, parameter, got, reference.grad)
-            report.add_all(f"step {step} gradient", parameter.name, pairs)
-            _drop_noise(program, parameter, got, reference.grad)
+
+
+@torch.no_grad()
+def _compare_gradients(
+    report: Report, program: Program, ranks: list[ShardedModule], model: nn.Module, step: int
+) -> None:
+    reduce_gradients(program, ranks)
+    named = dict(model.named_parameters())
+    for key, parameter in program.parameters().items():
+        reference = next(named[n] for n in parameter.names if n in named)
+        got = [m.tensor(key).grad for m in ranks]
+        pairs = _beside(program, parameter, got, reference.grad)
+        report.add_all(f"step {step} gradient", parameter.name, pairs)
+        _drop_noise(program, parameter, got, reference.grad)
 
 
 def _drop_noise(program: Program, parameter: Parameter, held: list[Any], whole: Any) -> None:
@@ -442,7 +474,7 @@ def _drop_noise(program: Program, parameter: Parameter, held: list[Any], whole: 
 
 
 def _compare_outputs(
-    report: Report, program: Program, results: list[Any], expected: Any, step: int
+    report: Report, program: Program, results: list[Any], expected: Any, step: str
 ) -> None:
     output = next(n for n in program.graph.nodes if n.op == "output")
     mesh = program.mesh
@@ -455,36 +487,26 @@ def _compare_outputs(
         )
         if not cut:
             for r, result in enumerate(results):
-                report.add(f"step {step} output {name}", f"rank {r}", result[i], expected[name])
+                report.add(f"{step} output {name}", f"rank {r}", result[i], expected[name])
             continue
         axis, dims = layout[cut[0]], program.dims[output.args[0][i]]
         at = next(d for d, dim in enumerate(dims) if axis in set(atoms(dim)))
         groups = {tuple(mesh.peers(r, cut)) for r in range(len(results))}
         wholes = [torch.cat([results[r][i] for r in group], at) for group in sorted(groups)]
         pairs = [(whole, expected[name]) for whole in wholes]
-        report.add_all(f"step {step} output", name, pairs)
+        report.add_all(f"{step} output", name, pairs)
 
 
 def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
-    """What the buckets do on live ranks."""
+    """What the buckets do on live ranks, of parameters that no unit reduces."""
+    in_units = {key for unit in program.units.values() for key in unit.keys}
     for key, parameter in program.parameters().items():
         tensors = [m.tensor(key) for m in ranks]
-        if not parameter.trainable or all(t.grad is None for t in tensors):
+        if key in in_units or not parameter.trainable or all(t.grad is None for t in tensors):
             continue
         for tensor in tensors:
             tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        pieces = [gather.reductions(parameter, program.mesh, r) for r in range(len(ranks))]
-        for at in range(len(pieces[0])):
-            done: set[int] = set()
-            for r in range(len(ranks)):
-                if r in done:
-                    continue
-                group = program.mesh.peers(r, pieces[r][at][3])
-                done.update(group)
-                views = [gather.view_of(tensors[p].grad, pieces[p][at]) for p in group]
-                total = torch.stack(views).sum(0)
-                for view in views:
-                    view.copy_(total)
+        sum_over_ranks(parameter, program.mesh, [t.grad for t in tensors])
 
 
 def _beside(
@@ -493,7 +515,10 @@ def _beside(
     """What every rank holds of a parameter or gradient, with what it should hold."""
     if whole is None:
         return [(local, None) for local in held]
-    return [(local, local_value(parameter, program.mesh, r, whole)) for r, local in enumerate(held)]
+    return [
+        (local, gather.local_value(parameter, program.mesh, r, whole))
+        for r, local in enumerate(held)
+    ]
 
 
 @torch.no_grad()

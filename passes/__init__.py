@@ -12,19 +12,38 @@ from passes.infer_axes import InferAxes
 from passes.partition import Partition
 from passes.sequence_parallel import SequenceParallel
 from passes.tensor_parallel import TensorParallel
+from passes.zero import Zero
 
 PASSES: dict[str, type[Pass]] = {
     p.name: p
-    for p in (Canonicalize, InferAxes, DataParallel, TensorParallel, SequenceParallel, Partition)
+    for p in (
+        Canonicalize,
+        InferAxes,
+        DataParallel,
+        TensorParallel,
+        SequenceParallel,
+        Partition,
+        Zero,
+    )
 }
 
 
-def chain(*, sequence_parallel: bool = True, strict: bool = False) -> list[Pass]:
+def chain(
+    *,
+    sequence_parallel: bool = True,
+    strict: bool = False,
+    zero: int = 0,
+    zero_axes: tuple[str, ...] | None = None,
+    reshard_after_forward: bool = True,
+    offload: bool = False,
+    reduce_dtype: str | None = None,
+) -> list[Pass]:
     """The passes that `autoshard` runs, in order."""
+    store = Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype)
     steps: list[Pass] = [Canonicalize(), InferAxes(), DataParallel(), TensorParallel(strict=strict)]
     if sequence_parallel:
         steps.append(SequenceParallel())
-    return [*steps, Partition()]
+    return [*steps, Partition(), store]
 
 
 def parse(text: str) -> list[Pass]:

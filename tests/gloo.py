@@ -123,10 +123,10 @@ def detached(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # --- jobs on ranks, and the same on one device ---
 
 
-def train(mesh, name: str, sequence_parallel: bool = True, sizes: Any = None) -> dict[str, Any]:
+def train(mesh, name: str, sizes: Any = None, **options: Any) -> dict[str, Any]:
     """Two AdamW steps with clipping: losses, norms, first gradients, and the state at the end."""
     model, inputs = build(name)
-    sharded = shard(mesh, model, inputs, sequence_parallel=sequence_parallel)
+    sharded = shard(mesh, model, inputs, **options)
     rows = local_rows(mesh, inputs, sizes)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=LEARNING_RATE)
     out: dict[str, Any] = {"loss": [], "norm": []}

@@ -145,7 +145,7 @@ def test_options_without_a_pass_are_refused_by_name(option):
         autoshard(hw.MLP(), {"tp": 2}, hw.vectors(4, 32), **{option: OPTIONS[option]})
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_mesh_axes_without_a_pass_are_refused_by_name(axis):
     with pytest.raises(ShardingError, match=f"{axis}=2"):
         autoshard(hw.MLP(), {axis: 2}, hw.vectors(4, 32))

@@ -111,13 +111,18 @@ class Reducer:
         self.of = {key: homes for key, homes in self.of.items() if homes}
 
     def _in_order_of_gradients(self) -> Iterator[str]:
-        """The parameters in use; the one whose gradient is complete first comes first."""
+        """The parameters in use that no unit reduces; the one whose gradient is complete first
+        comes first."""
         program = self.module.program
+        in_units = {key for unit in program.units.values() for key in unit.keys}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         first_use = {
             node.name: min(order[user] for user in node.users)
             for node in order
-            if node.op == "placeholder" and node.users and node.name in program.values
+            if node.op == "placeholder"
+            and node.users
+            and node.name in program.values
+            and node.name not in in_units
         }
         yield from sorted(first_use, key=lambda key: -first_use[key])
 

@@ -57,6 +57,19 @@ def positions(parameter: Parameter, mesh: SubMesh, rank: int) -> list[torch.Tens
     return found
 
 
+def local_value(
+    parameter: Parameter, mesh: SubMesh, rank: int, whole: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a rank holds of a parameter, contiguous and of its own storage. ``whole``: its value,
+    where the parameter itself is on the meta device."""
+    value = (parameter.value if whole is None else whole).detach()
+    sliced = value
+    for at, wanted in enumerate(positions(parameter, mesh, rank)):
+        if wanted is not None:
+            sliced = sliced.index_select(at, wanted.to(value.device))
+    return sliced.clone() if sliced is value else sliced
+
+
 def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, tuple[str, ...]]]:
     """Runs of what a rank holds of a parameter, each with the mesh axes over which its gradient is
     still to be summed (those of ``zero`` have been when a shard's gradient is there) and those on

@@ -1,12 +1,13 @@
-"""Step time against hand-written Megatron-style code, torch's parallelize_module, and DDP.
+"""Step time against hand-written Megatron-style code, torch's parallelize_module, DDP and FSDP2.
 
 Two gloo processes with one thread each train the same Llama-like model; the modes take turns step
 by step, and medians are compared: what else the machine does falls on all of them alike::
 
-    python tests/benchmarks/bench_tp.py
-    python tests/benchmarks/bench_tp.py --clock cpu    # where other work shares the processors
+    python tests/benchmarks/bench_step.py
+    python tests/benchmarks/bench_step.py --clock cpu    # where other work shares the processors
 
-A step is forward, backward, and every reduction of gradients; no optimizer. ``A/A`` is a mode
+A step is forward, backward, and every reduction of gradients; in the groups of ZeRO stages also
+that of an optimizer (``--optimizer``), after which weights are gathered. ``A/A`` is a mode
 against a second copy of itself: what this machine can tell apart. All modes of a mesh must agree in
 the loss.
 """
@@ -20,13 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-TARGETS = {"tp=2": 1.05, "tp=2 sequence": 1.05, "dp=2": 1.02}
+TARGETS = {"tp=2": 1.05, "tp=2 sequence": 1.05, "dp=2": 1.02, "zero=1": 1.05, "zero=3": 1.0}
 SIZE = {
     "width": 512,
     "ffn": 1376,
@@ -359,17 +361,63 @@ def ddp(size, mesh, batch):
     return list(model.parameters()), step
 
 
-def data_autoshard(size, mesh, batch):
+def fully_sharded(size, mesh, batch):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Llama(size)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def step():
+        loss = model(**batch)
+        loss.backward()
+        return loss
+
+    return list(model.parameters()), step
+
+
+def data_autoshard(size, mesh, batch, **options):
     from autoshard import autoshard
 
-    sharded = autoshard(Llama(size), mesh, example_inputs=batch)
+    sharded = autoshard(Llama(size), mesh, example_inputs=batch, **options)
     return list(sharded.parameters()), lambda: sharded.train_step(**batch)
+
+
+def trained(build, **options):
+    """A mode whose step ends with that of an optimizer."""
+
+    def built(size, mesh, batch):
+        parameters, step = build(size, mesh, batch, **options)
+        optimizer = OPTIMIZERS[size.optimizer](parameters)
+
+        def whole_step():
+            loss = step()
+            optimizer.step()
+            return loss
+
+        return parameters, whole_step
+
+    return built
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+}
 
 
 def modes_of(group: str) -> dict[str, Callable]:
     """The modes that take turns in a group; the first is the floor, A/A its second copy."""
     if group == "dp=2":
-        return {"DDP": ddp, "A/A": ddp, "autoshard": data_autoshard}
+        return {"DDP": ddp, "A/A": ddp, "autoshard": partial(data_autoshard, zero=0)}
+    if group == "zero=1":
+        ours = trained(data_autoshard, zero=1)
+        return {"DDP": trained(ddp), "A/A": trained(ddp), "autoshard": ours}
+    if group == "zero=3":
+        floor = trained(fully_sharded)
+        ours = trained(data_autoshard, zero=3)
+        return {"FSDP2": floor, "A/A": floor, "DDP": trained(ddp), "autoshard": ours}
     sequence = "sequence" in group
     builders = {
         "hand-written": megatron,
@@ -387,7 +435,7 @@ def modes_of(group: str) -> dict[str, Callable]:
 
 def measure(group: str, size: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every step on this rank, per mode."""
-    axis = group[:2]
+    axis = "tp" if group.startswith("tp") else "dp"
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, size.vocab, (size.batch, size.length + 1), generator=g)
@@ -473,6 +521,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--groups", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what is counted")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of ZeRO stages")
     parser.add_argument("--skip", nargs="*", default=[], help="modes to leave out, by name")
     size = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

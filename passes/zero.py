@@ -1,0 +1,190 @@
+"""zero: parameters, gradients and optimizer states are shared out over the data axes.
+
+Requires: a partitioned graph. Gives: parameters of which each rank along the zero axes holds a
+piece of dim 0, and a graph that gathers them, a segment at a time, one segment ahead of use.
+
+    before:  h = linear(x, w1); ...; y = linear(h, w2)              w1, w2 in layers.0 and layers.1
+    after:   g1 = start_gather([w1], dp); g2 = start_gather([w2], dp)
+             v1 = wait_gather(g1); h = linear(x, v1); release(g1); ...
+             v2 = wait_gather(g2); y = linear(h, v2)
+
+The gradient of a `wait_gather` is the reduction of its weights' gradients. Stages differ in what is
+kept: 1 keeps weights, and gradients whole until they are reduced; 2 keeps weights and reduces in
+every backward; 3 keeps neither, and gathers weights in forward and again in backward. See
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.chain import Pass
+from autoshard.errors import ShardingError, message
+from autoshard.layout import I, R
+from autoshard.mesh import DATA_AXES
+from autoshard.program import Program, Unit, copied
+from autoshard.runtime.zero import release, start_gather, wait_gather
+from autoshard.segments import Segment, segments
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Zero(Pass):
+    """``stage``: 0 to 3. ``axes``: mesh axes to share out over (all data axes when None).
+    ``reshard``: stage 3 frees weights between forward and backward. ``reduce_dtype``: name of the
+    type in which gradients are summed."""
+
+    name: ClassVar[str] = "zero"
+    stage: int = 1
+    axes: tuple[str, ...] | None = None
+    offload: bool = False
+    reshard: bool = True
+    reduce_dtype: str | None = None
+
+    def __call__(self, program: Program) -> Program:
+        program = copied(program)
+        self._refuse_what_is_wrong(program)
+        over = [m for m in program.mesh.axes if m.partition(".")[0] in (self.axes or DATA_AXES)]
+        working = _working_types(program)
+        program.offload = self.offload
+        for key, parameter in program.parameters().items():
+            shared = parameter.trainable or self.stage == 3 or working[key] != parameter.value.dtype
+            if self.stage and shared and parameter.dims:
+                parameter.zero = tuple(m for m in over if parameter.layout.get(m) in (I, R))
+        moved = {
+            key: working[key]
+            for key, p in program.parameters().items()
+            if p.zero or working[key] != p.value.dtype or self.offload
+        }
+        if moved:
+            self._write(program, moved)
+        return program
+
+    def _refuse_what_is_wrong(self, program: Program) -> None:
+        wrong = []
+        if self.stage not in STAGES:
+            wrong.append(f"stage {self.stage!r} is none of {', '.join(map(str, STAGES))}")
+        wrong += [
+            f"axis {name!r} is no data axis of the mesh"
+            for name in self.axes or ()
+            if name not in DATA_AXES or name not in program.mesh.mesh.names
+        ]
+        if self.reduce_dtype is not None and not isinstance(
+            getattr(torch, self.reduce_dtype, None), torch.dtype
+        ):
+            wrong.append(f"{self.reduce_dtype!r} is no torch.dtype")
+        if wrong:
+            raise ShardingError(
+                message(
+                    "zero",
+                    "; ".join(wrong),
+                    f"mesh {program.mesh.mesh}",
+                    f"stages are {', '.join(map(str, STAGES))}, axes of {', '.join(DATA_AXES)}",
+                    "change zero=, zero_axes= or reduce_dtype=",
+                )
+            )
+
+    @property
+    def _keeps(self) -> bool:
+        return self.stage < 3
+
+    def _write(self, program: Program, moved: dict[str, torch.dtype]) -> None:
+        """Make the units, and put their calls into the graph."""
+        parts = segments(program.graph)
+        place = {node: i for i, part in enumerate(parts) for node in part.nodes}
+        first = {node: i for i, node in enumerate(program.graph.nodes)}
+        readers: dict[int, dict[str, list[fx.Node]]] = {}  # segment -> parameter -> who reads it
+        for node in program.graph.find_nodes(op="placeholder"):
+            if node.name in moved:
+                users = sorted(node.users, key=first.__getitem__)
+                for user in users:
+                    at = place[users[0] if self._keeps else user]
+                    readers.setdefault(at, {}).setdefault(node.name, []).append(user)
+        shards = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
+        order = sorted(readers)
+        made = [self._units(program, parts[at], at, readers[at], moved) for at in order]
+        # before which node the weights of a segment are waited for
+        waits = [
+            min((n for users in readers[at].values() for n in users), key=first.__getitem__)
+            for at in order
+        ]
+        started: dict[str, fx.Node] = {}
+        for i, (at, units) in enumerate(zip(order, made, strict=True)):
+            with program.graph.inserting_before(waits[i]):
+                ahead = made[i + 1] if i + 1 < len(made) else []
+                for unit in [*(units if i == 0 else []), *ahead]:
+                    call = ([shards[key] for key in unit.keys], unit.axes, unit.name)
+                    started[unit.name] = program.graph.call_function(start_gather, call)
+                for unit in units:
+                    _wait(program, unit, started[unit.name], shards, readers[at])
+            frees = not self._keeps and self.reshard and i + 1 < len(order)
+            if frees:
+                with program.graph.inserting_after(parts[at].nodes[-1]):
+                    for unit in units:
+                        call = (started[unit.name], unit.axes, unit.name)
+                        program.graph.call_function(release, call)
+
+    def _units(
+        self,
+        program: Program,
+        part: Segment,
+        at: int,
+        readers: dict[str, list[fx.Node]],
+        moved: dict[str, torch.dtype],
+    ) -> list[Unit]:
+        """The units of a segment: one a set of axes and type, so one in most."""
+        kinds: dict[Any, list[str]] = {}
+        for key in readers:
+            kinds.setdefault((program.values[key].zero, moved[key]), []).append(key)
+        found: list[Unit] = []
+        for (axes, dtype), keys in kinds.items():
+            name, count = part.name, 1
+            while name in program.units:  # a block called twice, or with parameters of two kinds
+                count += 1
+                name = f"{part.name} ({count})"
+            unit = program.units[name] = Unit(
+                name,
+                tuple(keys),
+                axes,
+                dtype,
+                getattr(torch, self.reduce_dtype) if self.reduce_dtype else None,
+                self._keeps,
+                self.stage < 2,
+                at,
+            )
+            found.append(unit)
+        return found
+
+
+def _working_types(program: Program) -> dict[str, torch.dtype]:
+    """Of every parameter the type that the graph was captured with."""
+    return {
+        n.name: n.meta["val"].dtype
+        for n in program.graph.find_nodes(op="placeholder")
+        if n.name in program.values
+    }
+
+
+def _wait(
+    program: Program,
+    unit: Unit,
+    start: fx.Node,
+    known: dict[str, fx.Node],
+    readers: dict[str, list[fx.Node]],
+) -> None:
+    """The weights of a unit, and those who read its parameters read them."""
+    shards, graph = [known[key] for key in unit.keys], program.graph
+    weights = graph.call_function(wait_gather, (start, unit.axes, unit.name, shards))
+    for i, shard in enumerate(shards):
+        weight = graph.call_function(operator.getitem, (weights, i))
+        weight.meta.update(val=shard.meta["val"], origin=shard.name)
+        program.dims[weight] = program.dims[shard]
+        program.layouts[weight] = program.layouts[shard]
+        for user in readers[shard.name]:
+            user.replace_input_with(shard, weight)
