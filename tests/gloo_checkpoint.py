@@ -22,8 +22,8 @@ from zoo import batch, tiny
 
 ALONE = "one device"
 MESHES = {"dp=4": {"dp": 4}, "dp=2,tp=2": {"dp": 2, "tp": 2}, "tp=4": {"tp": 4}, ALONE: {"dp": 1}}
-#: Options of the call on each mesh, such as {"dp=4": {"zero": 3}, "dp=2,tp=2": {"zero": 1}}.
-OPTIONS: dict[str, dict[str, Any]] = {}
+#: Options of the call on each mesh.
+OPTIONS: dict[str, dict[str, Any]] = {"dp=4": {"zero": 3}, "dp=2,tp=2": {"zero": 1}}
 
 
 class Run:
@@ -170,7 +170,11 @@ def refusals(mesh, folder: str) -> dict[str, str]:
         return refusal(lambda: sharded.save_checkpoint(f"{folder}/{path}", optimizer))
 
     factored = torch.optim.Adafactor(sharded.parameters())
-    factored.step()
+    for parameter in sharded.parameters():
+        if parameter.ndim > 1:
+            rows, columns = parameter.shape
+            state = {"row_var": torch.zeros(rows, 1), "col_var": torch.zeros(1, columns)}
+            factored.state[parameter] = state
     out["factored"] = save(factored)
     adam.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
     out["rates"] = save(adam)

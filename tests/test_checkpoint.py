@@ -25,10 +25,10 @@ from zoo import TYPES, batch, tiny
 
 from autoshard import MeshSpec, autoshard
 from autoshard.axes import Axis
-from autoshard.emit import local_value
 from autoshard.errors import MeshError, ShardingError
 from autoshard.program import Parameter
 from autoshard.runtime.boxes import held, part_of, written
+from autoshard.runtime.gather import local_value
 
 PAIRS = list(itertools.product(MESHES, MESHES))
 SQUARE = {"dp": 2, "tp": 2}
