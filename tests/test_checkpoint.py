@@ -13,6 +13,7 @@ import gloo
 import gloo_checkpoint as jobs
 import handwritten as hw
 import pytest
+import safetensors
 import torch
 from filelock import FileLock
 from gloo_checkpoint import ALONE, MESHES
@@ -32,6 +33,7 @@ from autoshard.runtime.gather import local_value
 
 PAIRS = list(itertools.product(MESHES, MESHES))
 SQUARE = {"dp": 2, "tp": 2}
+MIXED = ("dp=4, mixed", "dp=2,tp=2, mixed", "tp=4")
 SLOW = ("phi3", "bloom", "mixtral")
 
 
@@ -109,6 +111,7 @@ def quick_jobs(folder):
 def slow_jobs(folder):
     return {
         **{name: (jobs.matrix, str(folder), name, True) for name in SLOW},
+        "mixed": (jobs.matrix, str(folder), "gpt2", False, MIXED),
         **pretrained_jobs(folder, ["gpt2", "mixtral", "phi3"]),
     }
 
@@ -153,6 +156,14 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(slow, name, pair):
             assert_went_on(got[pair], pair, 1e-9)
 
 
+@pytest.mark.slow
+def test_masters_of_half_precision_load_with_other_options(slow):
+    for got in each(slow, "mixed"):
+        assert len(got) == len(MIXED) ** 2
+        for pair, result in got.items():
+            assert_went_on(result, pair, 2e-2)
+
+
 def test_momentum_and_frozen_parameters_load_on_another_mesh(quick):
     for got in each(quick, "momentum"):
         assert len(got) == 4
@@ -193,10 +204,17 @@ def test_torch_reads_a_checkpoint_as_whole_tensors(quick, tmp_path):
     assert "lm_head.weight" not in state  # tied
 
 
-@pytest.mark.parametrize("zero", (False, True), ids=("whole", "zero"))
-@pytest.mark.parametrize("sizes", ({"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 5, "tp": 3}), ids=str)
-@pytest.mark.parametrize("name", ("gpt2", "phi3"))
-def test_boxes_are_what_ranks_hold_and_cover_it_once(name, sizes, zero):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    (
+        ("gpt2", {"dp": 2, "tp": 2}),
+        ("gpt2", {"tp": 4}),
+        ("gpt2", {"dp": 5, "tp": 3}),
+        ("phi3", {"dp": 2, "tp": 2}),
+    ),
+    ids=str,
+)
+def test_boxes_are_what_ranks_hold_and_cover_it_once(name, sizes):
     """Against slices taken by index, in pieces of dim 0 over dp too, for which some parameters are
     too short."""
     sharded = autoshard(tiny(name, n_layer=1, num_hidden_layers=1), sizes, example_inputs=batch())
@@ -204,8 +222,11 @@ def test_boxes_are_what_ranks_hold_and_cover_it_once(name, sizes, zero):
     parameters = [p for p in sharded.program.values.values() if not p.constant]
     scalar = Parameter(("scalar",), torch.tensor(3.0), True)
     short = Parameter(("short",), torch.arange(6.0).reshape(2, 3), True, dims=short_dims())
-    for turn, parameter in enumerate([*parameters, scalar, short]):
-        parameter.zero = ("dp",) if zero and "dp" in sizes else ()
+    shared = [(), ("dp",)] if "dp" in sizes else [()]
+    for zero, (turn, parameter) in itertools.product(
+        shared, enumerate([*parameters, scalar, short])
+    ):
+        parameter.zero = zero
         covered = torch.zeros(parameter.value.shape)
         for rank in range(math.prod(sizes.values())):
             local = local_value(parameter, mesh, rank)
@@ -575,7 +596,35 @@ def test_only_what_is_held_is_read(tmp_path, monkeypatch):
     model = small("llama", seed=1)
     model.save_pretrained(tmp_path)
     sharded = autoshard(small("llama"), MeshSpec(tp=4), example_inputs=batch()).rank(3)
+    elements = []
+
+    class Counted:
+        def __init__(self, piece):
+            self.piece, self.get_shape = piece, piece.get_shape
+
+        def __getitem__(self, at):
+            elements.append(self.piece[at].numel())
+            return self.piece[at]
+
+    class CountedFile:
+        def __init__(self, *args, **kwargs):
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return Counted(self.file.get_slice(name))
+
+    monkeypatch.setattr(safetensors, "safe_open", CountedFile)
     sharded.load_pretrained(tmp_path)
+    assert sum(elements) == sum(p.numel() for p in sharded.parameters())
     whole = model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
     got = dict(sharded.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(got, whole[48:])

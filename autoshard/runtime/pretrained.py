@@ -343,33 +343,45 @@ def save(module: Any, path: Any, max_shard_bytes: int = 5 * 10**9) -> None:
     path, model = Path(path), module._source.model
     groups, tensors = checks.together(module.live, SAVE, lambda: _plan(module, model))[0]
     shards = _split(tensors, max_shard_bytes)
-    writes = module.rank_index == 0
     checks.together(module.live, SAVE, lambda: path.mkdir(parents=True, exist_ok=True))
-    error: Exception | None = None
+    checks.together(module.live, SAVE, lambda: _write(module, groups, shards, path))
+    writes = module.rank_index == 0
+    checks.together(
+        module.live, SAVE, lambda: _finish(path, shards, model, tensors) if writes else None
+    )
+
+
+def _write(module: Any, groups: list[Group], shards: dict[str, list[Written]], path: Path) -> None:
+    """Gather every group in turn, and on rank 0 write what it makes. Raises what went wrong when
+    all is gathered: the other ranks wait for this one's part all the same."""
+    attempt = _Attempts(module.rank_index == 0)
     for file_name, here in shards.items():
-        stream = None
-        try:
-            if writes:
-                stream = _begun(path / file_name, here)
-        except Exception as caught:
-            error = error or caught
+        stream = attempt(_begun, path / file_name, here)
         for group, names in _by_group(here):
             whole = {n: _whole(module, *groups[group].parameters[n]) for n in groups[group].names}
-            if stream is None or error is not None:
-                continue  # the other ranks wait for this one's part all the same
-            try:
-                made = groups[group].converted(model, whole)
-                for name in names:
-                    stream.write(_bytes(made[name]))
-            except Exception as caught:
-                error = caught
-        if stream is not None:
-            stream.close()
-    checks.together(
-        module.live,
-        SAVE,
-        lambda: _finish(path, shards, model, tensors, error) if writes else None,
-    )
+            attempt(_append, stream, groups[group], module._source.model, whole, names)
+        attempt(lambda stream: stream.close(), stream)
+    if attempt.error is not None:
+        for file_name in shards:
+            (path / f"{file_name}.tmp").unlink(missing_ok=True)
+        raise attempt.error
+
+
+class _Attempts:
+    """Makes calls, until one fails; keeps that error."""
+
+    def __init__(self, makes_calls: bool):
+        self.makes_calls = makes_calls
+        self.error: Exception | None = None
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if not self.makes_calls or self.error is not None:
+            return None
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self.error = error
+            return None
 
 
 @dataclass
@@ -513,6 +525,15 @@ def _begun(file: Path, tensors: list[Written]) -> Any:
     return stream
 
 
+def _append(
+    stream: Any, group: Group, model: Any, whole: dict[str, torch.Tensor], names: list[str]
+) -> None:
+    """Write what a group's whole tensors make, in the order of the header."""
+    made = group.converted(model, whole)
+    for name in names:
+        stream.write(_bytes(made[name]))
+
+
 def _bytes(tensor: torch.Tensor) -> Any:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
@@ -537,13 +558,8 @@ def _finish(
     shards: dict[str, list[Written]],
     model: Any,
     tensors: list[Written],
-    error: Exception | None,
 ) -> None:
     """Give the files their names, delete those of an earlier save, write index and config."""
-    if error is not None:
-        for name in shards:
-            (path / f"{name}.tmp").unlink(missing_ok=True)
-        raise error
     for name in shards:
         os.replace(path / f"{name}.tmp", path / name)
     old = [f for f in path.glob("model*.safetensors") if f.name not in shards]
