@@ -140,6 +140,10 @@ def train(mesh, name: str, sizes: Any = None, **options: Any) -> dict[str, Any]:
     return out | {"state": detached(sharded.full_state_dict())}
 
 
+def train_without_sequence(mesh, name: str) -> dict[str, Any]:
+    return train(mesh, name, sequence_parallel=False)
+
+
 def train_alone(name: str) -> dict[str, Any]:
     model, inputs = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -367,7 +371,11 @@ def failing_capture(mesh, rank: int) -> list[str]:
     model = hw.Branching() if odd else hw.MLP()
     return [
         refusal(lambda: autoshard(model, mesh, example_inputs=inputs)),
-        refusal(lambda: autoshard(hw.MLP(), mesh, example_inputs=inputs, zero=int(odd))),
+        refusal(
+            lambda: autoshard(
+                hw.MLP(), mesh, example_inputs=inputs, microbatches=2 if odd else None
+            )
+        ),
     ]
 
 

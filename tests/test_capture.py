@@ -134,7 +134,7 @@ def test_nothing_is_logged_about_a_failure(capfd):
     assert capfd.readouterr().err == ""
 
 
-OPTIONS = {"zero": 1, "offload": True, "microbatches": 4, "schedule": "gpipe", "recompute": "block"}
+OPTIONS = {"microbatches": 4, "schedule": "gpipe", "recompute": "block"}
 OPTIONS |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 OPTIONS |= {"context_parallel": "ulysses"}
 

@@ -64,7 +64,7 @@ square = ranks_of(
     {"dp": 2, "tp": 2},
     {name: (gloo.train, name) for name in ZOO}
     | {
-        "uneven": (gloo.train, "gpt2", True, [3, 1]),
+        "uneven": (gloo.train, "gpt2", [3, 1]),
         "differing batch": (gloo.differing_batch, "gpt2", 1),
         "differing model": (gloo.differing_model, 2),
         "differing seed": (gloo.differing_seed,),
@@ -114,7 +114,7 @@ def test_ranks_hear_of_one_whose_model_cannot_be_captured(square):
     for rank, (error, option) in enumerate(each(square, "failing capture")):
         assert "blocks.1" in error and "the line that cannot be captured" in error
         assert ("rank 2 raised CaptureError" in error) == (rank != 2)
-        assert "zero=1" in option
+        assert "microbatches=2" in option
         assert ("rank 2 raised ShardingError" in option) == (rank != 2)
 
 
@@ -150,7 +150,7 @@ def test_dp2_tp2_accumulates_like_one_device(square, steps):
 
 tensor = ranks_of(
     {"tp": 2},
-    {name: (gloo.train, name, False) for name in ZOO}
+    {name: (gloo.train_without_sequence, name) for name in ZOO}
     | {
         "other shapes": (gloo.other_shapes, "llama", SHAPES),
         "call": (gloo.call_and_backward, "handwritten"),

@@ -36,18 +36,55 @@ def reduce_scatter(flat: torch.Tensor, group: Any) -> Generator[torch.Tensor | N
         work.wait()
         yield out
         return
-    others = flat.new_empty(ranks - 1, parts[mine].numel())
-    places = [others[r - (r > mine)] if r != mine else parts[mine] for r in range(ranks)]
-    works = _exchange(list(parts), places, mine, group)
+    # the first to arrive becomes the sum: a tensor of its own, that the rest is added to
+    others = [r for r in range(ranks) if r != mine]
+    out = torch.empty_like(parts[mine])
+    rest = scratch.take((ranks - 2) * out.numel(), flat.dtype, flat.device)
+    rest = rest.view(ranks - 2, out.numel())
+    places = dict(zip(others, [out, *rest], strict=True)) | {mine: parts[mine]}
+    works = _exchange(list(parts), [places[r] for r in range(ranks)], mine, group)
     yield None
     for work in works:
         work.wait()
-    # in the order of ranks, so that the sum does not depend on who makes it
-    held = [parts[mine] if r == mine else places[r] for r in range(ranks)]
-    out = held[0] + held[1]
-    for other in held[2:]:
-        out += other
+    for part in (parts[mine], *rest):
+        out += part
+    scratch.give(rest)
     yield out
+
+
+class Scratch:
+    """Memory for what lies between packing and unpacking, used again and again: on the CPU, where
+    fresh pages cost more than the copies made in them. Other devices have allocators that do so."""
+
+    KEPT = 2
+
+    def __init__(self) -> None:
+        self._free: list[torch.UntypedStorage] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor with no values."""
+        if device.type != "cpu" or not numel:
+            return torch.empty(numel, dtype=dtype, device=device)
+        size = numel * dtype.itemsize
+        fits = [i for i, storage in enumerate(self._free) if storage.nbytes() >= size]
+        if not fits:
+            return torch.empty(numel, dtype=dtype)
+        storage = self._free.pop(min(fits, key=lambda i: self._free[i].nbytes()))
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """A tensor from `take` that nobody reads any more."""
+        if tensor.device.type == "cpu" and tensor.numel():
+            self._free.append(tensor.untyped_storage())
+            self._free.sort(key=lambda storage: -storage.nbytes())
+            del self._free[self.KEPT :]
+
+    def trim(self) -> None:
+        """Between steps one is kept, the largest."""
+        del self._free[1:]
+
+
+scratch = Scratch()
 
 
 def _exchange(

@@ -222,8 +222,20 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if _asked_for():
+            return None, None, *ctx.gathering.reduced(grads)
         ctx.gathering.reduce(grads)
         return (None,) * (2 + len(grads))
+
+
+_ELSEWHERE = torch.zeros((), requires_grad=True)
+_NODE = _ELSEWHERE.view_as(_ELSEWHERE).grad_fn.next_functions[0][0]
+
+
+def _asked_for() -> bool:
+    """Whether this backward is of `torch.autograd.grad`, or has ``inputs``: it then runs only what
+    leads to these, and not a node from elsewhere."""
+    return not torch._C._will_engine_execute_node(_NODE)
 
 
 # --- one rank's weights ---
@@ -255,7 +267,7 @@ class Weights:
     def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
         """Flat weights that are on their way, and what to wait for."""
         device = self.store.device or shards[0].device
-        flat = torch.empty(self.ranks * self.numel, dtype=self.unit.dtype, device=device)
+        flat = wire.scratch.take(self.ranks * self.numel, self.unit.dtype, device)
         pack(self.entries, shards, flat.view(self.ranks, -1)[self.index])
         if self.ranks == 1:
             return flat, []
@@ -268,6 +280,7 @@ class Weights:
         buffer = flat.new_empty(sum(math.prod(e.shape) for e in self.entries))
         views = self.views(buffer)
         unpack(self.entries, flat, self.ranks, views)
+        wire.scratch.give(flat)
         return buffer, views
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -285,10 +298,10 @@ class Weights:
         section: torch.Tensor | None = flat
         if self.ranks > 1:
             scattering = wire.reduce_scatter(flat, self.store.groups[self.unit.axes])
-            del flat
             while (section := next(scattering)) is None:
                 yield None
             scattering.close()
+            wire.scratch.give(flat)
         assert section is not None
         works = []
         for axes, start, stop in self._further_sums():
@@ -359,7 +372,8 @@ class Gathering:
         if any(name in store.stale for name in weights.names):
             targets = [store.written(name) for name in weights.names]
             own = weights.index if store.aliases.issuperset(weights.names) else None
-            unpack(weights.entries, self._arrived(), weights.ranks, targets, own)
+            unpack(weights.entries, flat := self._arrived(), weights.ranks, targets, own)
+            wire.scratch.give(flat)
             store.stale.difference_update(weights.names)
         return [w.detach() for w in wholes]
 
@@ -400,6 +414,19 @@ class Gathering:
                     "call backward before the optimizer's step",
                 )
             )
+
+    def reduced(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The shards' gradients, at once."""
+        by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
+        asked = [by_key[e.key] for e in self.weights.trainable]
+        parts = self.forward.store.reductions.at_once(self, asked)
+        found = {
+            e.key: part
+            for e, part in zip(self.weights.trainable, parts, strict=True)
+            if by_key[e.key] is not None
+        }
+        self.close()
+        return [found.get(e.key) for e in self.weights.entries]
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
@@ -640,6 +667,13 @@ class Reductions:
     def _advance(self) -> None:
         self._pending = deque(r for r in self._pending if next(r, self) is not self)
 
+    @torch.no_grad()
+    def at_once(self, gathering: Gathering, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The summed gradients of a unit's shards, of these alone."""
+        parts = next(p for p in self._sum(gathering, grads) if p is not None)
+        shards = [self.store.shards[e.parameter.name] for e in gathering.weights.trainable]
+        return [part.to(shard.device) for part, shard in zip(parts, shards, strict=True)]
+
     def _reduce(self, gathering: Gathering, grads: list[torch.Tensor | None]) -> Iterator[None]:
         """Reduce the gradients of a unit, giving way while a collective runs."""
         weights, store = gathering.weights, self.store
@@ -652,28 +686,39 @@ class Reductions:
                 if self._whole.pop(name)[3]:
                     store.shards[name].grad = None
             present.append(grads[i] is not None)
+        summing = self._sum(gathering, grads)
+        while (parts := next(summing)) is None:
+            yield
+        for entry, part, here in zip(weights.trainable, parts, present, strict=True):
+            name = entry.parameter.name
+            if here:
+                self._present.add(name)
+                self._take(store.shards[name], part)
+            elif not gathering.forward.alone:
+                self._late.append((name, part))
+
+    def _sum(
+        self, gathering: Gathering, grads: list[torch.Tensor | None]
+    ) -> Iterator[list[torch.Tensor] | None]:
+        """Sum whole gradients over the ranks: None while a collective runs, then the shards'."""
+        weights, store = gathering.weights, self.store
+        for i, entry in enumerate(weights.trainable):
             if entry.before:
                 grads[i] = self._sum_pieces(gathering, entry, grads[i])
         shards = [store.shards[e.parameter.name] for e in weights.trainable]
         dtype = gathering.unit.reduce_dtype or shards[0].dtype
         device = next((g.device for g in grads if g is not None), store.device)
-        flat = torch.empty(weights.ranks * weights.gradient_numel, dtype=dtype, device=device)
+        flat = wire.scratch.take(weights.ranks * weights.gradient_numel, dtype, device)
         pack_gradients(weights.trainable, grads, flat, weights.ranks)
         grads.clear()
         scattering = weights.scatter(flat)
         del flat
-        section = next(scattering)
-        while section is None:
-            yield
-            section = next(scattering)
-        for entry, shard, here in zip(weights.trainable, shards, present, strict=True):
-            part = shard_of(entry, section, entry.gradient_start, entry.shard_shape)
-            part = part.to(shard.dtype)
-            if here:
-                self._present.add(entry.parameter.name)
-                self._take(shard, part)
-            elif not gathering.forward.alone:
-                self._late.append((entry.parameter.name, part))
+        while (section := next(scattering)) is None:
+            yield None
+        yield [
+            shard_of(e, section, e.gradient_start, e.shard_shape).to(shard.dtype)
+            for e, shard in zip(weights.trainable, shards, strict=True)
+        ]
 
     def _sum_pieces(
         self, gathering: Gathering, entry: Entry, grad: torch.Tensor | None
@@ -721,6 +766,7 @@ class Reductions:
                 torch.cuda.current_stream().synchronize()
             for shard, host in self._to_host:
                 _give(shard, host)
+        wire.scratch.trim()
         self._to_host.clear()
         self._late.clear()
         self._present.clear()
