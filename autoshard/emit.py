@@ -516,6 +516,32 @@ class ShardedModule(nn.Module):
                 self.tensor(key).copy_(gather.local_value(parameter, mesh, rank, whole))
         return missing, unexpected
 
+    def save_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Save parameters, buffers and the optimizer's state into the directory ``path``, from all
+        ranks at once: `autoshard.runtime.checkpoint.save`."""
+        from autoshard.runtime import checkpoint
+
+        checkpoint.save(self, path, optimizer)
+
+    def load_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Load what `save_checkpoint` wrote, on any mesh: `autoshard.runtime.checkpoint.load`."""
+        from autoshard.runtime import checkpoint
+
+        checkpoint.load(self, path, optimizer)
+
+    def save_pretrained(self, path: Any, max_shard_bytes: int = 5 * 10**9) -> None:
+        """Write whole tensors as safetensors, and the model's config, as transformers reads them:
+        `autoshard.runtime.pretrained.save`."""
+        from autoshard.runtime import pretrained
+
+        pretrained.save(self, path, max_shard_bytes)
+
+    def load_pretrained(self, path: Any, strict: bool = True) -> tuple[list[str], list[str]]:
+        """Read this rank's slices out of safetensors files: `autoshard.runtime.pretrained.load`."""
+        from autoshard.runtime import pretrained
+
+        return pretrained.load(self, path, strict)
+
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient whole, by parameter name; None where there is none."""
         out = {}

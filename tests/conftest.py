@@ -15,7 +15,7 @@ logging.getLogger("torch.__trace").addFilter(lambda _: False)  # else shown with
 
 #: Quick files first; files not named here run between these two groups.
 FIRST = ("test_tiny", "test_errors", "test_axes", "test_communication", "test_hard_cases")
-LAST = ("test_models", "test_gloo", "test_zoo")
+LAST = ("test_models", "test_gloo", "test_checkpoint", "test_zoo")
 
 
 def pytest_addoption(parser):

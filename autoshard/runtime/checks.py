@@ -6,7 +6,7 @@ import inspect
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,6 +19,8 @@ from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
 from autoshard.rules import op_name
 from autoshard.runtime import rng
+
+T = TypeVar("T")
 
 #: Elements summed at a time: a sum in int64 makes a copy of what it sums.
 CHUNK = 2**24
@@ -192,6 +194,26 @@ def _exchange(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def together(
+    live: bool, who: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+) -> tuple[T, list[Any]]:
+    """``work()`` on every rank: this rank's result, and what ``tell`` makes of everyone's, by rank.
+
+    All ranks must call it, and wait for each other. Where it fails on some, those raise their own
+    error, and all others a MeshError that quotes it. ``live``: whether there are other ranks.
+    """
+    result: Any = None
+    told, error = None, None
+    try:
+        result = work()
+        told = tell(result)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    everyone = _exchange((_text(error), told)) if live else [(_text(error), told)]
+    _raise_errors(who, [text for text, _ in everyone], error)
+    return result, [each for _, each in everyone]
 
 
 def _text(error: Exception | None) -> str:

@@ -1,0 +1,383 @@
+"""Checkpoints that fit any mesh, on `torch.distributed.checkpoint`.
+
+Each rank writes boxes of whole tensors, and each reads the boxes that it holds: the mesh of the
+save is of no account. What is no tensor is kept, once, with torch's metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from autoshard.errors import ShardingError, message
+from autoshard.program import Parameter
+from autoshard.runtime import boxes, checks, optimizer_state, saves
+from autoshard.runtime.optimizer_state import Shards
+from autoshard.runtime.saves import LOAD, SAVE
+
+FORMAT = 1
+OWN = "autoshard"  # what the metadata keeps under this key is no tensor
+
+
+@torch.no_grad()
+def save(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Save a `ShardedModule` and an optimizer of its parameters into the directory ``path``.
+
+    Every rank must call it, and writes its own part: each element of each parameter, persistent
+    buffer and state tensor is written once, under its place in the whole tensor, so that any mesh
+    can load it. The optimizer's numbers, its groups' hyperparameters and, where all ranks have the
+    same, the state of torch's random generators are saved too.
+
+    The directory must be on a file system that all ranks see. It keeps the last complete save: one
+    that is killed, at whatever moment, leaves that as it was.
+
+    Raises, on every rank and before anything is written, MeshError where this module's other ranks
+    do not run, and ShardingError that lists all parameters whose state has not the shape of the
+    parameter (factored, as Adafactor's). Raises ShardingError where a rank could not write.
+    """
+    _refuse_alone(module)
+    path, rank = Path(path), module.rank_index
+    planner, told = checks.together(
+        module.live, SAVE, lambda: _Save(module, optimizer), lambda planner: planner.digest
+    )
+    differing = [r for r, digest in enumerate(told) if digest["groups"] != told[0]["groups"]]
+    if differing:
+        raise ShardingError(
+            message(
+                SAVE,
+                "the optimizer's groups",
+                f"ranks {differing[:8]} have others than rank 0",
+                "hyperparameters are saved once, for all ranks",
+                "give every rank the same groups, and step every rank's scheduler",
+            )
+        )
+    if any(digest["random"] != told[0]["random"] for digest in told):
+        planner.record["random"] = None  # streams of the ranks' own, which no other mesh has
+    _, everyone = checks.together(
+        module.live, SAVE, lambda: saves.begin(path) if rank == 0 else "", lambda name: name
+    )
+    folder = path / everyone[0]
+    writer = dcp.FileSystemWriter(folder)
+    _run(
+        SAVE,
+        f"could not be written to {path}",
+        lambda: dcp.save({}, storage_writer=writer, planner=planner, no_dist=not module.live),
+    )
+    checks.together(module.live, SAVE, lambda: saves.settle(folder))
+    checks.together(module.live, SAVE, lambda: saves.complete(folder) if rank == 0 else None)
+
+
+@torch.no_grad()
+def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Load what `save` wrote into a `ShardedModule` and an optimizer of its parameters.
+
+    Every rank must call it; mesh and options may be others than those of the save. Values are
+    converted to the dtype held. With ``optimizer``, which need not have stepped yet: its state
+    becomes what was saved, in the dtype saved, on the parameters' devices; its groups get their
+    hyperparameters back, by the names of their parameters, but keep how they compute (``foreach``,
+    ``fused``, ``capturable``). Torch's random generators are set to the state saved, if one was.
+
+    Raises, on every rank and before anything is changed, MeshError where this module's other ranks
+    do not run, and ShardingError where there is no checkpoint or an incomplete one, or that lists
+    all names and shapes that do not fit. Metadata is unpickled: load only what you trust.
+    """
+    _refuse_alone(module)
+    (folder, planner, install), _ = checks.together(
+        module.live, LOAD, lambda: _prepared(module, Path(path), optimizer)
+    )
+    reader = dcp.FileSystemReader(folder)
+    _run(
+        LOAD,
+        f"could not be read from {path}",
+        lambda: dcp.load({}, storage_reader=reader, planner=planner, no_dist=not module.live),
+    )
+    install()
+
+
+def kept(module: Any) -> dict[str, tuple[Parameter, torch.Tensor]]:
+    """Parameters and persistent buffers by canonical name, each with this rank's tensor."""
+    return {
+        p.name: (p, module.tensor(key).detach())
+        for key, p in module.program.values.items()
+        if not p.buffer or p.persistent
+    }
+
+
+def _refuse_alone(module: Any) -> None:
+    if not module.live and module.program.mesh.mesh.world_size > 1:
+        raise module._alone()
+
+
+def _run(who: str, what: str, call: Callable[[], Any]) -> None:
+    """Run a function of torch's checkpoint, whose errors are no Exceptions: every rank sees
+    them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call()
+    except CheckpointException as caught:
+        told = [f"rank {r}: {type(e).__name__}: {e}" for r, (e, _) in caught.failures.items()]
+        raise ShardingError(
+            message(
+                who,
+                what,
+                "; ".join(told[:8]),
+                "every rank's part is needed",
+                "see those errors; an earlier checkpoint in that directory is untouched",
+            )
+        ) from None
+
+
+# --- what is saved ---
+
+
+class _Save(SavePlanner):
+    """Says which boxes of which whole tensors this rank writes."""
+
+    def __init__(self, module: Any, optimizer: torch.optim.Optimizer | None):
+        self.mesh, self.rank = module.program.mesh, module.rank_index
+        self.shards: Shards = kept(module)
+        # by size, so that ranks that hold the same take turns at tensors of about one size
+        order = sorted(self.shards, key=lambda name: -self.shards[name][0].value.numel())
+        self.turn = {name: number for number, name in enumerate(order)}
+        self.record: dict[str, Any] = {
+            "format": FORMAT,
+            "mesh": str(self.mesh.mesh),
+            "random": _random_states(module),
+            "optimizer": None,
+        }
+        self.state: dict[str, dict[str, Any]] = {}
+        if optimizer is not None:
+            names = optimizer_state.names_of(module, optimizer, SAVE)
+            tensors, self.state = optimizer_state.state_of(optimizer, names)
+            self.shards |= tensors
+            self.record["optimizer"] = {"groups": optimizer_state.groups_of(optimizer, names)}
+        self.views: dict[MetadataIndex, torch.Tensor] = {}
+
+    @property
+    def digest(self) -> dict[str, int]:
+        """Numbers by which ranks see whether they hold the same."""
+        random, optimizer = self.record["random"], self.record["optimizer"]
+        states = [(kind, state.numpy().tobytes()) for kind, state in random.items()]
+        return {
+            "random": zlib.crc32(str(states).encode()),
+            "groups": zlib.crc32(optimizer_state.comparable(optimizer).encode()),
+        }
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items, state = [], {}
+        for name, (parameter, local) in self.shards.items():
+            turn = self.turn[parameter.name]
+            properties = TensorProperties(dtype=local.dtype)
+            for box in boxes.written(parameter, self.mesh, self.rank, turn):
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                data = TensorWriteData(chunk, properties, parameter.value.shape)
+                index = MetadataIndex(name, box.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self.views[index] = box.of(local)
+                # a rank that holds no element of a parameter may have no state for it
+                if parameter.name in self.state:
+                    state[parameter.name] = self.state[parameter.name]
+        return SavePlan(items, planner_data=state)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        for name, entry in metadata.state_dict_metadata.items():
+            parts = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks}
+            count = sum(math.prod(sizes) for _, sizes in parts)
+            assert count == math.prod(entry.size), f"{name}: {count} elements of {entry.size}"
+        state: dict[str, Any] = {}
+        differing = []
+        for plan in plans:
+            for name, fields in plan.planner_data.items():
+                first = optimizer_state.comparable(state.setdefault(name, fields))
+                if first != optimizer_state.comparable(fields):
+                    differing.append(f"{name}: {fields} on one rank, {state[name]} on another")
+        if differing:
+            raise ShardingError(
+                message(
+                    SAVE,
+                    "the optimizer's state",
+                    "; ".join(differing),
+                    "what is no tensor of a parameter's shape is saved once, for all ranks",
+                    "use an optimizer that treats the parts of a parameter alike",
+                )
+            )
+        record = dict(self.record)
+        if record["optimizer"] is not None:
+            record["optimizer"] = {**record["optimizer"], "state": state}
+        metadata.planner_data = {OWN: record}
+        plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.views[write_item.index]
+
+
+def _devices(module: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Kinds of device that a module draws random numbers on, each with getter and setter."""
+    yield "cpu", torch.get_rng_state, torch.set_rng_state
+    device = module._device
+    if device is not None and device.type != "cpu":
+        of_device = torch.get_device_module(device)
+        yield device.type, of_device.get_rng_state, of_device.set_rng_state
+
+
+def _random_states(module: Any) -> dict[str, torch.Tensor]:
+    return {kind: get().clone() for kind, get, _ in _devices(module)}
+
+
+# --- what is loaded ---
+
+
+class _Load(LoadPlanner):
+    """Says which boxes of which whole tensors this rank reads, and where to."""
+
+    def __init__(self, module: Any, metadata: Metadata, shards: Shards):
+        self.mesh, self.rank = module.program.mesh, module.rank_index
+        self.metadata, self.shards = metadata, shards
+        self.views: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, (parameter, local) in self.shards.items():
+            chunks = []
+            for box in boxes.held(parameter, self.mesh, self.rank):
+                chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                self.views[MetadataIndex(name, box.offsets)] = box.of(local)
+            entry = self.metadata.state_dict_metadata.get(name)
+            found = create_read_items_for_chunk_list(name, entry, chunks) if chunks else []
+            read = sum(math.prod(item.lengths) for item in found)
+            assert read == local.numel(), f"{name}: {read} of {local.numel()} elements found"
+            items += found
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("all entries are tensors")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self.views[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
+        return boxes.part_of(view, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def _prepared(
+    module: Any, path: Path, optimizer: torch.optim.Optimizer | None
+) -> tuple[Path, _Load, Callable[[], None]]:
+    """The directory to read, what to read out of it, and what to do when that is read. Changes
+    nothing; raises ShardingError where checkpoint, module and optimizer do not fit."""
+    folder = saves.last_complete(path, check_files=module.rank_index == 0)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    record = (metadata.planner_data or {}).get(OWN)
+    if record is None or record["format"] != FORMAT:
+        raise saves.refused(path, "it was not written by this version's save_checkpoint")
+    saved = record["optimizer"] or {"groups": [], "state": {}}
+    stateful = {
+        optimizer_state.key(n, f) for n, here in saved["state"].items() for f in here["tensors"]
+    }
+    stored = {n: e.size for n, e in metadata.state_dict_metadata.items() if n not in stateful}
+    held = kept(module)
+    found = {name: optimizer_state.alias(p, stored) for name, (p, _) in held.items()}
+    known = {n for p, _ in held.values() for n in p.names}
+    wrong = _misfits(held, found, stored, known)
+    shards: Shards = {found[n]: held[n] for n in held if found[n] in stored}
+    installs: list[Callable[[], None]] = [lambda: _set_random_states(module, record["random"])]
+    if optimizer is not None:
+        names = optimizer_state.names_of(module, optimizer, LOAD)
+        if record["optimizer"] is None:
+            wrong.append("it holds no optimizer's state")
+        else:
+            wrong += optimizer_state.unmatched_groups(optimizer, names, saved["groups"])
+        if not wrong:
+            state, tensors = optimizer_state.new_state(optimizer, names, saved["state"], metadata)
+            shards |= tensors
+            installs.append(lambda: optimizer_state.set_state(optimizer, state))
+            installs.append(lambda: optimizer_state.set_groups(optimizer, names, saved["groups"]))
+    if wrong:
+        raise ShardingError(
+            message(
+                LOAD,
+                f"the checkpoint in {path}",
+                "; ".join(wrong),
+                "module and optimizer must have the names and shapes that were saved",
+                "build the model and the optimizer as for the run that saved it",
+            )
+        )
+
+    def install() -> None:
+        for step in installs:
+            step()
+
+    return folder, _Load(module, metadata, shards), install
+
+
+def _misfits(
+    held: Shards, found: dict[str, str], stored: dict[str, torch.Size], known: set[str]
+) -> list[str]:
+    """What a checkpoint lacks, has too many, and has in other shapes."""
+    missing = [n for n, (p, _) in held.items() if found[n] not in stored and p.value.numel()]
+    unexpected = [n for n in stored if n not in known]
+    return [
+        *([f"missing {', '.join(missing)}"] if missing else []),
+        *([f"unexpected {', '.join(unexpected)}"] if unexpected else []),
+        *(
+            f"{n} is {tuple(stored[found[n]])}, not {tuple(p.value.shape)}"
+            for n, (p, _) in held.items()
+            if found[n] in stored and stored[found[n]] != p.value.shape
+        ),
+    ]
+
+
+def _set_random_states(module: Any, states: dict[str, torch.Tensor] | None) -> None:
+    for kind, _, set_state in _devices(module):
+        if states and kind in states:
+            set_state(states[kind])
