@@ -35,6 +35,7 @@ from autoshard.emit import bound, loss_graph
 from autoshard.outline import Run, runs
 from autoshard.program import Program
 from autoshard.runtime import rng
+from autoshard.runtime.zero import entries
 from autoshard.shapes import stated
 
 
@@ -103,12 +104,14 @@ class Forward:
     """One run of rank 0's forward: bytes saved for backward, of recomputed blocks their inputs
     alone; in ``blocks``, what each of these saves when it is computed again.
 
-    ``again``: names of the nodes that run again in backward.
+    ``again``: names of the nodes that run again in backward; ``units``: of those of which backward
+    reads the weights.
     """
 
     saved: int
     blocks: list[int] = field(default_factory=list)
     again: set[str] = field(default_factory=set)
+    units: set[str] = field(default_factory=set)
 
 
 class _Tracer(fx.Interpreter):
@@ -143,8 +146,32 @@ def _flat(program: Program) -> fx.GraphModule:
     for node in graph.nodes:
         if node.target is rng.draw:
             node.update_arg(1, ())  # a stream of one's own is seeded by a number
-    made = bound(graph, program.mesh, 0, {}, _device(program))
-    return fx.GraphModule(torch.nn.Module(), made)
+    root = torch.nn.Module()
+    held = {name: f"unit_{i}" for i, name in enumerate(program.units)}
+    for name, attribute in held.items():
+        setattr(root, attribute, _Unit(program, name))
+    return fx.GraphModule(root, bound(graph, program.mesh, 0, {}, _device(program), held))
+
+
+class _Unit:
+    """Stands for the weights of a unit (`runtime.zero.Weights`), and for a gathering of them."""
+
+    def __init__(self, program: Program, name: str):
+        self.unit, self.device = program.units[name], _device(program)
+        self.weights, self.entries = self, entries(self.unit, program, 0)
+        self.storages: dict[int, Any] = {}
+
+    def start(self, shards: list[torch.Tensor]) -> _Unit:
+        return self
+
+    def read(self, grad: bool) -> list[torch.Tensor]:
+        dtype, device = self.unit.dtype, self.device
+        made = [torch.empty(e.shape, dtype=dtype, device=device) for e in self.entries]
+        self.storages.update(_storages(made))
+        return made
+
+    def release(self) -> None:
+        pass
 
 
 def _forward(
@@ -163,7 +190,9 @@ def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | No
     tracer = _Tracer(module, recorder := Recorder())
     with recorder:
         results = tracer.run(*arguments)
-    held = _storages(arguments)
+    units = [v for v in vars(module).values() if isinstance(v, _Unit)]
+    held = _storages(arguments) | {k: s for unit in units for k, s in unit.storages.items()}
+    read: set[str] = set()
     of = {node: run for run in tracer.blocks for node in run.nodes}
     kept: dict[int, Any] = {}
     inside: dict[int, dict[int, Any]] = {}
@@ -171,15 +200,19 @@ def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | No
         run, key = of.get(saved.node), saved.storage._cdata  # type: ignore[arg-type]
         if run is None:
             kept[key] = saved.storage
+            read |= {unit.unit.name for unit in units if key in unit.storages}
         else:
             inside.setdefault(id(run), {})[key] = saved.storage
             kept.update(tracer.inputs[id(run)])
     del results
+    for unit in units:
+        unit.storages.clear()
     again = [run for run in tracer.blocks if id(run) in inside]
     return Forward(
         _bytes(kept, held),
         [_bytes(inside[id(run)], {**held, **tracer.inputs[id(run)]}) for run in again],
         {name for run in again for name in _again(run, recorder)},
+        read,
     )
 
 

@@ -19,7 +19,12 @@ from autoshard.runtime.gather import Piece, reductions
 WIRE = {
     name: (ON_WIRE.get(kind.forward, ""), ON_WIRE.get(kind.backward, ""))
     for name, kind in TABLE.items()
-} | {"all_reduce_max": ("all_reduce", "")}
+} | {
+    "all_reduce_max": ("all_reduce", ""),
+    "start_gather": ("all_gather", ""),  # and in backward once more, where weights are not kept
+    "wait_gather": ("", "reduce_scatter"),
+    "sum_gradients": ("", "all_reduce"),
+}
 
 
 def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
@@ -37,7 +42,7 @@ def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
 def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
     """Bytes a rank sends forward and backward, as closed forms in batch and sequence."""
     ranks = mesh.size(conversion.axes)
-    gathers = conversion.kind.startswith("all_gather")
+    gathers = WIRE[conversion.kind][0] == "all_gather"
     whole = conversion.numel * conversion.itemsize * (ranks if gathers else 1)
     forward, backward = WIRE[conversion.kind]
     return (
@@ -89,6 +94,17 @@ def _piece_numel(parameter: Parameter, piece: Piece, mesh: SubMesh) -> int:
 def local_numel(parameter: Parameter, mesh: SubMesh) -> int:
     """Elements of a parameter that a rank holds (the most any rank does)."""
     return math.prod(_local(dim, parameter, mesh) for dim in parameter.dims)
+
+
+def shard_shape(parameter: Parameter, mesh: SubMesh) -> list[int]:
+    """The shape of what a rank holds of a parameter (the most any rank does)."""
+    shape = local_shape(parameter.dims, parameter.layout, mesh)
+    return [-(-shape[0] // mesh.size(parameter.zero)), *shape[1:]] if shape else []
+
+
+def shard_numel(parameter: Parameter, mesh: SubMesh) -> int:
+    """Elements of what a rank holds of a parameter (the most any rank does)."""
+    return math.prod(shard_shape(parameter, mesh))
 
 
 def _local(dim: Any, parameter: Parameter, mesh: SubMesh) -> int:

@@ -194,8 +194,9 @@ class ShardedModule(nn.Module):
         self._enter(program.training)
         self._reducer = Reducer(self) if live else None
         for key, parameter in program.parameters().items():
-            if live and (parameter.zero or is_cut(parameter.layout)):
-                optimizers.watch(self.tensor(key), parameter.name)
+            if live:
+                cut = bool(parameter.zero) or is_cut(parameter.layout)
+                optimizers.watch(self.tensor(key), parameter.name, cut)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,16 @@ class Program:
         """The assignments that use a mesh sub-axis, highest priority first."""
         found = [a for a in self.assignments if mesh_axis in a.mesh_axes]
         return sorted(found, key=lambda a: -a.priority)
+
+
+def gathered_weight(program: Program, node: fx.Node) -> Parameter | None:
+    """The parameter that a node of the graph is the gathered weight of, if any."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if source.op != "call_function" or getattr(source.target, "__name__", "") != "wait_gather":
+        return None
+    return program.values[program.units[source.args[2]].keys[node.args[1]]]
 
 
 def module_path(node: fx.Node) -> str:

@@ -16,6 +16,7 @@ import sympy
 from tabulate import tabulate, tabulate_formats
 from torch import fx
 
+from autoshard import memory
 from autoshard.activations import forward, predicted
 from autoshard.axes import Axis, atoms, describe
 from autoshard.collectives import TABLE
@@ -24,16 +25,18 @@ from autoshard.cost import (
     WIRE,
     conversion_bytes,
     gradient_buckets,
-    local_numel,
     local_shape,
+    shard_numel,
+    shard_shape,
     wire_bytes,
 )
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.outline import RECOMPUTE
-from autoshard.program import Conversion, Parameter, Program, module_path
+from autoshard.program import Conversion, Parameter, Program, gathered_weight, module_path
 from autoshard.rules import op_name
 from autoshard.runtime.gather import reductions
+from autoshard.runtime.zero import release, wait_gather
 from autoshard.shapes import closed_forms
 
 BATCH, SEQUENCE = sympy.symbols("batch sequence", integer=True, positive=True)
@@ -65,7 +68,8 @@ def table(module: Any, which: str, format: str = "plain") -> str:
     style = "simple" if format == "plain" else format
     if style not in tabulate_formats:
         raise ValueError(f"no format {format!r}: there are plain, {', '.join(tabulate_formats)}")
-    made = TABLES[which](module.program)
+    live = {"module": module} if which == "memory" else {}
+    made = TABLES[which](module.program, **live)
     return tabulate(
         [
             [
@@ -101,7 +105,7 @@ def _cut(text: str, width: int | None) -> str:
 def summary(module: Any) -> str:
     """A few lines: mesh, what each strategy cuts, collectives and memory."""
     program: Program = module.program
-    held = sum(local_numel(p, program.mesh) for p in program.parameters().values())
+    held = sum(shard_numel(p, program.mesh) for p in program.parameters().values())
     whole = sum(p.value.numel() for p in program.parameters().values())
     taken: dict[str, list[str]] = {}
     for a in program.assignments:
@@ -308,6 +312,8 @@ def _weight(program: Program, arg: Any) -> tuple[Parameter | None, bool]:
     """The parameter behind an operand, and whether it is read transposed."""
     swapped = False
     while isinstance(arg, fx.Node) and arg.op == "call_function":
+        if gathered := gathered_weight(program, arg):
+            return gathered, swapped
         name = op_name(arg.target)
         if name not in SWAPS and name not in WIRE:
             return None, False
@@ -399,8 +405,9 @@ SHAPE = "shape → on a rank"
 
 
 def params_table(program: Program) -> Table:
-    """Parameters: axes, layout, kind of linear, shape, gradient reduction; many layers that are
-    alike in one row."""
+    """Parameters: axes, layout of the slice that is computed with, kind of linear, shape, gradient
+    reduction, and the axes among whose ranks the slice is shared out; many layers that are alike in
+    one row."""
     names, kinds = Names(program), dict(linears(program).values())
     rows: dict[Any, list[Any]] = {}
     for p in program.parameters().values():
@@ -410,12 +417,14 @@ def params_table(program: Program) -> Table:
             "[" + ", ".join(names.dim(d) for d in p.dims) + "]",
             names.layout(p.layout),
             kinds.get(p.name, ""),
-            _joined(list(p.value.shape), local_shape(p.dims, p.layout, program.mesh)),
+            _joined(list(p.value.shape), shard_shape(p, program.mesh)),
             _over(summed, program) or "-",
+            _over(p.zero, program) or "-",
         ]
         name = star if count > FEW else p.name
         rows.setdefault((name, *row), [name, *row, 0])[-1] += 1
-    headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over", "count"]
+    headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over", "shared out over"]
+    headers.append("count")
     return Table(headers, list(rows.values()), ("count",), {"parameter": 46, "axes": 32})
 
 
@@ -499,7 +508,8 @@ PRESENT = "flags: which parameters have gradients"
 
 def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
     sizes, mesh, causes = Sizes(program), program.mesh, _Causes(program)
-    names, again = Names(program), computed_again(program)
+    again, regathered = backward_runs(program)
+    names = Names(program)
     found: dict[Any, Collective] = {}
 
     def add(when: str, kind: str, axes: tuple[str, ...], why: str, sent: Any) -> None:
@@ -516,6 +526,8 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
                 add(when, kind, c.axes, causes.of(c), sent)
                 if when == "forward" and c.node in again:
                     add("recompute", kind, c.axes, causes.of(c), sent)
+                if c.kind == "start_gather" and c.value in regathered:
+                    add("backward", kind, c.axes, causes.of(c), sent)
     flags: dict[tuple[str, ...], set[str]] = {}
     for axes, size, keys in gradient_buckets(program):
         add(
@@ -540,12 +552,29 @@ def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
 WHEN = ("forward", "recompute", "backward")
 
 
-def computed_again(program: Program) -> set[str]:
-    """Names of the nodes that run again in backward: of recomputed blocks, those up to the last
-    tensor that backward needs. All nodes of the blocks where that cannot be told."""
+def backward_runs(program: Program) -> tuple[set[str], set[str]]:
+    """Names of the nodes that run again in backward (of recomputed blocks, those up to the last
+    tensor that backward needs), and of the units whose weights are gathered again there. Where
+    that cannot be told, all nodes of the blocks, and all units that are not kept."""
     marked = {n.name for n in program.graph.nodes if RECOMPUTE in n.meta}
-    made = forward(program) if marked else None
-    return made.again if made is not None else marked
+    calls = program.graph.find_nodes(op="call_function", target=release)
+    freed = {str(node.args[2]) for node in calls}
+    made = forward(program) if marked or freed else None
+    if made is None:
+        return marked, freed
+    waits = program.graph.find_nodes(op="call_function", target=wait_gather)
+    read = made.units | {str(node.args[2]) for node in waits if node.name in made.again}
+    return made.again, freed & read
+
+
+def computed_again(program: Program) -> set[str]:
+    """Names of the nodes that run again in backward, as far as the graph shows them."""
+    marked = any(RECOMPUTE in n.meta for n in program.graph.nodes)
+    return backward_runs(program)[0] if marked else set()
+
+
+#: Conversions of a unit of weights.
+UNIT_KINDS = ("start_gather", "wait_gather", "sum_gradients")
 
 
 class _Causes:
@@ -560,6 +589,8 @@ class _Causes:
     def of(self, conversion: Conversion) -> str:
         if self.needed is not None and conversion.node not in self.needed:
             return OUTPUTS
+        if conversion.kind in UNIT_KINDS:
+            return conversion.why
         known = TABLE.get(conversion.kind)
         producer = self.nodes.get(conversion.value)
         if known is not None and known.source == "P" and producer is not None:
@@ -626,27 +657,28 @@ def passes_table(program: Program) -> Table:
     return Table(["pass", "changed", "seconds"], rows, ("seconds",))
 
 
-def memory_table(program: Program) -> Table:
-    """Bytes a rank holds all the time: parameters, gradients, and AdamW's two numbers a parameter.
-    Below: the activations that forward saves for backward, and what the largest recomputed block
-    makes again there."""
+def memory_table(program: Program, module: Any = None) -> Table:
+    """Bytes a rank holds, and where; of a live ``module`` also those that it holds now. Below: the
+    activations that forward saves for backward, and what the largest recomputed block makes again
+    there. See `autoshard.memory` for the formulas."""
+    now = memory.measured(module) if module is not None and module.live else {}
     rows: list[list[Any]] = []
-    for label, times in (("parameters", 1), ("gradients", 1), ("AdamW state", 2)):
-        whole = held = 0
-        for p in program.parameters().values():
-            if label == "parameters" or p.trainable:
-                whole += times * p.value.numel() * p.value.element_size()
-                held += times * local_numel(p, program.mesh) * p.value.element_size()
-        rows.append([label, whole, held])
-    rows.append(["total", sum(r[1] for r in rows), sum(r[2] for r in rows)])
-    for row in rows:
-        row.append(f"{row[2] / row[1]:.4f}" if row[1] else "-")
-        row.append("-")
-    rows += activation_rows(program)
+    for held in memory.predicted(program):
+        share = f"{held.rank / held.whole:.4f}" if held.whole else "-"
+        place = "host" if held.host else "device"
+        rows.append(
+            [held.what, held.whole or "-", held.rank, share, place, "-", now.get(held.what, "-")]
+        )
+    between = [r for r in rows if r[0] not in (memory.GATHERED, "whole gradients")]
+    whole, rank = (sum(r[i] for r in between if r[i] != "-") for i in (1, 2))
+    total = sum(now.get(r[0], 0) for r in between) if now else "-"
+    share = f"{rank / whole:.4f}" if whole else "-"
+    rows.insert(len(between), ["held between steps", whole, rank, share, "", "-", total])
+    rows += [[*row[:4], "device", row[4], "-"] for row in activation_rows(program)]
     at = Sizes(program).captured()
     formula = f"as a formula; the bytes are at {at}" if at else "as a formula"
-    headers = ["model state", "bytes on one device", "bytes on a rank", "share", formula]
-    return Table(headers, rows, tuple(headers[1:4]))
+    headers = ["what", "bytes on one device", "bytes on a rank", "share", "in", formula, "measured"]
+    return Table(headers, rows, (*headers[1:4], "measured"))
 
 
 def activation_rows(program: Program) -> list[list[Any]]:
@@ -663,7 +695,7 @@ def activation_rows(program: Program) -> list[list[Any]]:
     return rows
 
 
-TABLES: dict[str, Callable[[Program], Table]] = {
+TABLES: dict[str, Callable[..., Table]] = {
     "axes": axes_table,
     "params": params_table,
     "graph": graph_table,

@@ -16,6 +16,7 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,8 +28,8 @@ from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import DATA_AXES
-from autoshard.program import Program, Unit, copied
-from autoshard.runtime.zero import release, start_gather, wait_gather
+from autoshard.program import Conversion, Program, Unit, copied
+from autoshard.runtime.zero import entries, release, start_gather, trainable, wait_gather
 from autoshard.segments import Segment, segments
 
 STAGES = (0, 1, 2, 3)
@@ -116,13 +117,15 @@ class Zero(Pass):
         ]
         started: dict[str, fx.Node] = {}
         for i, (at, units) in enumerate(zip(order, made, strict=True)):
+            segment_reads = readers[at]
             with program.graph.inserting_before(waits[i]):
                 ahead = made[i + 1] if i + 1 < len(made) else []
                 for unit in [*(units if i == 0 else []), *ahead]:
                     call = ([shards[key] for key in unit.keys], unit.axes, unit.name)
                     started[unit.name] = program.graph.call_function(start_gather, call)
                 for unit in units:
-                    _wait(program, unit, started[unit.name], shards, readers[at])
+                    wait = _wait(program, unit, started[unit.name], shards, segment_reads)
+                    _note_collectives(program, unit, started[unit.name], wait)
             frees = not self._keeps and self.reshard and i + 1 < len(order)
             if frees:
                 with program.graph.inserting_after(parts[at].nodes[-1]):
@@ -144,10 +147,11 @@ class Zero(Pass):
             kinds.setdefault((program.values[key].zero, moved[key]), []).append(key)
         found: list[Unit] = []
         for (axes, dtype), keys in kinds.items():
-            name, count = part.name, 1
+            plain = part.name if part.block else _modules_of(program, keys)
+            name, count = plain, 1
             while name in program.units:  # a block called twice, or with parameters of two kinds
                 count += 1
-                name = f"{part.name} ({count})"
+                name = f"{plain} ({count})"
             unit = program.units[name] = Unit(
                 name,
                 tuple(keys),
@@ -177,7 +181,7 @@ def _wait(
     start: fx.Node,
     known: dict[str, fx.Node],
     readers: dict[str, list[fx.Node]],
-) -> None:
+) -> fx.Node:
     """The weights of a unit, and those who read its parameters read them."""
     shards, graph = [known[key] for key in unit.keys], program.graph
     weights = graph.call_function(wait_gather, (start, unit.axes, unit.name, shards))
@@ -188,3 +192,42 @@ def _wait(
         program.layouts[weight] = program.layouts[shard]
         for user in readers[shard.name]:
             user.replace_input_with(shard, weight)
+    return weights
+
+
+#: How many modules the name of a unit that is no block lists.
+NAMED = 3
+
+
+def _modules_of(program: Program, keys: list[str]) -> str:
+    """The modules that parameters are of."""
+    paths = [program.values[key].name.rpartition(".")[0] or "the model" for key in keys]
+    found = list(dict.fromkeys(paths))
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return ", ".join(found[:NAMED]) + more
+
+
+def _note_collectives(program: Program, unit: Unit, start: fx.Node, wait: fx.Node) -> None:
+    """What the tables show of a unit; sizes are those of rank 0."""
+    found = entries(unit, program, 0)
+    ranks = program.mesh.size(unit.axes)
+    kind = program.values[unit.keys[0]].value.dtype
+    reduced = (unit.reduce_dtype or kind).itemsize
+
+    def note(kind: str, node: fx.Node, axes: Any, why: str, numel: int, itemsize: int) -> None:
+        if numel and axes:
+            made = Conversion(kind, node.name, unit.name, axes, why, numel, itemsize, True)
+            program.conversions.append(made)
+
+    section = sum(e.numel for e in found)
+    note("start_gather", start, unit.axes, f"weights {unit.name}", section, unit.dtype.itemsize)
+    summed = trainable(found)
+    why, flat = f"gradients {unit.name}", ranks * sum(e.numel for e in summed)
+    note("wait_gather", wait, unit.axes, why, flat, reduced)
+    for axes in dict.fromkeys(e.after for e in summed):
+        numel = sum(e.numel for e in summed if e.after == axes)
+        note("sum_gradients", wait, axes, why, numel, reduced)
+    for entry in summed:
+        for at, _, length, axes in entry.before:
+            numel = math.prod(entry.shape) // entry.shape[at] * length
+            note("sum_gradients", wait, axes, why, numel, reduced)

@@ -26,7 +26,7 @@ from autoshard.errors import ShardingError, message
 #: Optimizer steps that this process has taken.
 taken = 0
 
-_cut: Any = WeakIdKeyDictionary()  # parameters of which ranks hold parts, and their names
+_ours: Any = WeakIdKeyDictionary()  # parameters of live modules: name, whether ranks hold parts
 _tried: Any = weakref.WeakKeyDictionary()  # optimizers, and how many groups they had when tried
 _trying = False
 
@@ -34,22 +34,29 @@ _trying = False
 STEPS, TOLERANCE = 2, 1e-6
 
 
-def watch(parameter: nn.Parameter, name: str) -> None:
-    """From now on an optimizer that steps on this part of a parameter is tried first."""
-    _cut[parameter] = name
+def watch(parameter: nn.Parameter, name: str, cut: bool) -> None:
+    """From now on optimizers that step on this parameter are known; where ``cut``, as a rank holds
+    a part of it only, they are tried first."""
+    _ours[parameter] = name, cut
+
+
+def of(parameters: list[torch.Tensor]) -> list[Any]:
+    """The optimizers that have stepped on any of these parameters."""
+    own = {id(p) for p in parameters}
+    return [o for o in _tried if any(id(p) in own for g in o.param_groups for p in g["params"])]
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    if _trying or not _cut or _tried.get(optimizer) == len(optimizer.param_groups):
+    if _trying or not _ours or _tried.get(optimizer) == len(optimizer.param_groups):
         return
     _tried[optimizer] = len(optimizer.param_groups)
     off = {}
     for group in optimizer.param_groups:
-        for ndim in sorted({p.ndim for p in group["params"] if p in _cut and p.ndim}):
-            example = next(p for p in group["params"] if p in _cut and p.ndim == ndim)
+        parts = {p.ndim: p for p in group["params"] if p.ndim and _ours.get(p, ("", False))[1]}
+        for example in parts.values():
             difference = _difference(optimizer, group, example)
             if difference > TOLERANCE:
-                off[_cut[example]] = difference
+                off[_ours[example][0]] = difference
     if off:
         del _tried[optimizer]  # it is refused again
         raise ShardingError(

@@ -290,7 +290,6 @@ class Weights:
         buffer = flat.new_empty(sum(math.prod(e.shape) for e in self.entries))
         views = self.views(buffer)
         unpack(self.entries, flat, self.ranks, views)
-        wire.scratch.give(flat)
         return buffer, views
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -351,6 +350,12 @@ class Gathering:
     def start(self) -> None:
         if self.flat is None and self.buffer is None:
             self.flat, self.works = self.weights.gather(self.shards)
+            self._count(self.flat.nbytes)
+
+    def _count(self, size: int) -> None:
+        store = self.weights.store
+        store.gathered += size
+        store.peak = max(store.peak, store.gathered)
 
     def _arrived(self) -> torch.Tensor:
         self.start()
@@ -383,13 +388,19 @@ class Gathering:
             targets = [store.written(name) for name in weights.names]
             own = weights.index if store.aliases.issuperset(weights.names) else None
             unpack(weights.entries, flat := self._arrived(), weights.ranks, targets, own)
+            self._count(-flat.nbytes)
             wire.scratch.give(flat)
             store.stale.difference_update(weights.names)
         return [w.detach() for w in wholes]
 
     def open(self) -> None:
         if self.buffer is None:
-            self.buffer, self.views = self.weights.wholes(self._arrived())
+            flat = self._arrived()
+            self.buffer, self.views = self.weights.wholes(flat)
+            if self.buffer is not flat:
+                self._count(self.buffer.nbytes)
+                self._count(-flat.nbytes)
+                wire.scratch.give(flat)
 
     def release(self) -> None:
         if self.buffer is not None and not self.unit.keep:
@@ -397,12 +408,14 @@ class Gathering:
             self.close()
 
     def close(self) -> None:
+        if self.buffer is not None:
+            self._count(-self.buffer.nbytes)
         self.buffer, self.views = None, []
 
     def drop(self) -> None:
         """Backward is over: what was gathered for it may go."""
         if self.flat is not None:
-            self._arrived()
+            self._count(-self._arrived().nbytes)
         self.close()
 
     def unchanged(self) -> None:
@@ -525,6 +538,7 @@ class Store:
         self.reshards = bool(program.graph.find_nodes(op="call_function", target=release))
         self.gradient_axes = gradient_axes(program, rank)
         self._seen: list[int] = []
+        self.gathered = self.peak = 0  # bytes of gathered weights, now and at most
         self.dtype = {
             program.values[key].name: unit.dtype
             for unit in program.units.values()
@@ -645,6 +659,10 @@ class Reductions:
             shard.grad = mine.to(shard.device, shard.dtype)
         assert shard.grad is not None
         self._whole[name] = whole, shard.grad, shard.grad._version, own
+
+    def accumulated(self) -> list[torch.Tensor]:
+        """Whole gradients that wait for a reduction."""
+        return [whole for whole, *_ in self._whole.values()]
 
     def _accumulated(self, name: str) -> torch.Tensor | None:
         """The whole gradient summed so far; None where it was set to zero in the meantime."""

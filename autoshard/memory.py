@@ -1,0 +1,123 @@
+"""Bytes that a rank holds: predicted from the program, and counted on a live module.
+
+With Ψ elements, N ranks that share them out, and K bytes of optimizer state an element (8 for
+AdamW), a rank holds of parameters, gradients and states in float32 (Rajbhandari et al. 2020):
+
+    stage 0    4Ψ   + 4Ψ   + KΨ
+    stage 1    4Ψ   + 4Ψ   + KΨ/N     gradients whole while no_sync accumulates, 4Ψ/N otherwise
+    stage 2    4Ψ   + 4Ψ/N + KΨ/N
+    stage 3    4Ψ/N + 4Ψ/N + KΨ/N     and the weights of the segments that are being computed
+
+With ``param_dtype`` the weights that stages 0 to 2 keep are of that type, and come on top of the
+float32 parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.cost import local_numel, shard_numel
+from autoshard.program import Program, Unit
+from autoshard.runtime import optimizers
+from autoshard.runtime.zero import entries, release
+
+#: Numbers of its own that AdamW keeps of an element.
+STATES = 2
+
+ROWS = ("parameters", "weights kept whole", "gradients", "optimizer state", "whole gradients")
+GATHERED = "weights gathered, peak"
+
+
+@dataclass
+class Held:
+    """Bytes of one kind: on one device, on a rank, and whether they are in host memory."""
+
+    what: str
+    whole: int
+    rank: int
+    host: bool = False
+
+
+def predicted(program: Program) -> list[Held]:
+    """What a rank holds between steps and, in the last row, at most in between. Gradients stand
+    for those after a backward; whole ones for what `no_sync` accumulates in their place."""
+    mesh, host = program.mesh, program.offload
+    units = {key: unit for unit in program.units.values() for key in unit.keys}
+    rows = {what: Held(what, 0, 0, host) for what in ROWS}
+    rows["weights kept whole"].host = rows["whole gradients"].host = False
+    for key, p in program.parameters().items():
+        size, unit = p.value.element_size(), units.get(key)
+        whole, shard = p.value.numel() * size, shard_numel(p, mesh) * size
+        weights = local_numel(p, mesh) * (unit.dtype.itemsize if unit else size)
+        alias = unit is not None and unit.keep and not host and unit.dtype == p.value.dtype
+        rows["parameters"].whole += whole
+        rows["parameters"].rank += weights if alias else shard
+        if unit is not None and unit.keep and not alias:
+            rows["weights kept whole"].rank += weights
+        if p.trainable:
+            rows["gradients"].whole += whole
+            rows["gradients"].rank += shard
+            rows["optimizer state"].whole += STATES * whole
+            rows["optimizer state"].rank += STATES * shard
+            if unit is not None and unit.whole_gradients and unit.axes:
+                rows["whole gradients"].rank += local_numel(p, mesh) * size
+    found = [row for row in rows.values() if row.rank or row.whole]
+    return [*found, Held(GATHERED, 0, gathered_peak(program))] if units else found
+
+
+def gathered_peak(program: Program) -> int:
+    """The most bytes of gathered weights at one time: a segment's and the next one's; where weights
+    are kept, what they pass through on their way."""
+    sizes: dict[int, int] = {}
+    for unit in program.units.values():
+        if unit.axes:
+            sizes[unit.segment] = sizes.get(unit.segment, 0) + unit_bytes(program, unit)
+    ordered = [sizes[at] for at in sorted(sizes)]
+    if not program.graph.find_nodes(op="call_function", target=release):
+        kept = all(unit.keep for unit in program.units.values())
+        return max(ordered, default=0) if kept else sum(ordered)
+    return max((a + b for a, b in itertools.pairwise([0, *ordered])), default=0)
+
+
+def unit_bytes(program: Program, unit: Unit) -> int:
+    """Bytes of the gathered weights of a unit on rank 0."""
+    return sum(math.prod(e.shape) for e in entries(unit, program, 0)) * unit.dtype.itemsize
+
+
+def measured(module: Any) -> dict[str, int]:
+    """Bytes of each kind that a live module holds now, by the names of `predicted`: every storage
+    counts once. Optimizers count that have taken a step on the module's parameters."""
+    store = module._store
+    held = [module.tensor(key) for key in module.program.parameters()]
+    counted: set[int] = set()
+
+    def count(tensors: Any) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+    aliases = [store.kept[name] for name in store.aliases]
+    states = [
+        value
+        for optimizer in optimizers.of(held)
+        for p in held
+        for value in optimizer.state.get(p, {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return {
+        "parameters": count([*aliases, *held]),
+        "weights kept whole": count(store.kept.values()),
+        "whole gradients": count(store.reductions.accumulated()),
+        "gradients": count(p.grad for p in held if p.grad is not None),
+        "optimizer state": count(states),
+        GATHERED: store.peak,
+    }
