@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from autoshard.chain import Pass, run
 from autoshard.emit import ShardedModule
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.mesh import MeshSpec
+from autoshard.meta import hollow, skeleton
 from autoshard.outputs import Output
 from autoshard.program import Program
 from autoshard.progress import say
@@ -103,7 +105,11 @@ def autoshard(
 
 @dataclass(eq=False, kw_only=True)
 class Source:
-    """A model and how to compile it: in the mode it is in, and in the other one when asked for."""
+    """A model and how to compile it: in the mode it is in, and in the other one when asked for.
+
+    Once it has let go of the model's values, ``model`` is a skeleton of it, and ``caller`` refers
+    to the model itself for as long as something else keeps that.
+    """
 
     model: nn.Module = field(kw_only=False)
     mesh: MeshSpec = field(kw_only=False)
@@ -114,6 +120,8 @@ class Source:
     raise_precision: bool = False
     param_dtype: torch.dtype | None = None
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
+    caller: Any = None
+    light: bool = False
 
     @property
     def signature(self) -> inspect.Signature:
@@ -130,10 +138,12 @@ class Source:
 
     def _compiled(self, training: bool) -> tuple[Program, Output]:
         if training not in self.compiled:
-            say(f"capturing {type(self.model).__name__}")
-            with in_mode(self.model, training):
+            # the model itself while there is one: hooks and loss_fn may reach into it
+            model = (self.caller and self.caller()) or self.model
+            say(f"capturing {type(model).__name__}")
+            with in_mode(model, training):
                 program, output = capture(
-                    self.model,
+                    model,
                     self.mesh,
                     self.example_inputs,
                     self.loss_fn,
@@ -143,7 +153,18 @@ class Source:
             other = self.compiled.get(not training)
             like = other[0] if other else None
             self.compiled[training] = run(program, self._chain(), like), output
+            if self.light:
+                _let_go(self.compiled[training][0])
         return self.compiled[training]
+
+    def let_go(self) -> None:
+        """Keep no values of the model's parameters from here on: ranks hold their slices. The model
+        stays as it is, for whoever else refers to it."""
+        self.light = True
+        for program, _ in self.compiled.values():
+            _let_go(program)
+        if self.caller is None:
+            self.caller, self.model = weakref.ref(self.model), skeleton(self.model)
 
     def _chain(self) -> list[Pass]:
         if self.passes is not None:
@@ -151,6 +172,11 @@ class Source:
         from passes import chain
 
         return chain(**self.options)
+
+
+def _let_go(program: Program) -> None:
+    for parameter in program.parameters().values():
+        parameter.value = hollow(parameter.value)
 
 
 @contextlib.contextmanager
