@@ -107,8 +107,8 @@ def autoshard(
 class Source:
     """A model and how to compile it: in the mode it is in, and in the other one when asked for.
 
-    Once it has let go of the model's values, ``model`` is a skeleton of it, and ``caller`` refers
-    to the model itself for as long as something else keeps that.
+    Once it has let go of the model's values, ``model`` is a skeleton of it; ``caller`` and
+    ``parameters`` refer to the model itself and its own for as long as something else keeps them.
     """
 
     model: nn.Module = field(kw_only=False)
@@ -121,6 +121,7 @@ class Source:
     param_dtype: torch.dtype | None = None
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
     caller: Any = None
+    parameters: dict[str, Any] = field(default_factory=dict)
     light: bool = False
 
     @property
@@ -150,6 +151,9 @@ class Source:
                     self.raise_precision,
                     self.param_dtype,
                 )
+            if not self.light:
+                self.parameters = {n: weakref.ref(p) for n, p in model.named_parameters()}
+            _refuse_constants(program, model, {n: p() for n, p in self.parameters.items()})
             other = self.compiled.get(not training)
             like = other[0] if other else None
             self.compiled[training] = run(program, self._chain(), like), output
@@ -172,6 +176,24 @@ class Source:
         from passes import chain
 
         return chain(**self.options)
+
+
+def _refuse_constants(program: Program, model: nn.Module, parameters: dict[str, Any]) -> None:
+    """Raise CaptureError where the graph holds a parameter as a constant, never to be trained."""
+    own = {p.untyped_storage()._cdata: n for n, p in parameters.items() if p is not None}
+    constants = [p.value for p in program.values.values() if p.constant]
+    strided = [c for c in constants if c.layout is torch.strided]
+    found = [own[c.untyped_storage()._cdata] for c in strided if c.untyped_storage()._cdata in own]
+    if found:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                f"parameters {', '.join(found)}",
+                "read as constants",
+                "loss_fn or a hook holds them by themselves, and not the model that they are of",
+                "read them through the model, as model.get_parameter(name), or inside its forward",
+            )
+        )
 
 
 def _let_go(program: Program) -> None:
