@@ -11,16 +11,23 @@ import handwritten as hw
 import torch
 import torch.distributed as dist
 import transformers
-from tensor_memory import TensorMemory
+from tensor_memory import Resident, TensorMemory
 from zoo import batch, tiny
 
-#: A Llama of 54 million parameters in few layers, which are quick to capture.
+#: A Llama of 54 million parameters, and one of 51 million in few layers, quick to capture.
+DEEP = {
+    "vocab_size": 16000,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
 WIDE = {
-    "vocab_size": 8192,
-    "hidden_size": 896,
-    "intermediate_size": 2432,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 14,
+    "vocab_size": 1024,
+    "hidden_size": 1408,
+    "intermediate_size": 3840,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 11,
 }
 
 
@@ -33,23 +40,28 @@ def ids(rows: int = 4, length: int = 8) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def build_peak(mesh, sizes: dict[str, int], on_line: bool, **options: Any) -> dict[str, int]:
-    """Bytes at the peak of a build from meta, those held after it, and those of all parameters, of
-    the largest module of its own and of the largest block (what is gathered at once)."""
+def build_peak(
+    mesh, sizes: dict[str, int], on_line: bool = False, **options: Any
+) -> dict[str, int]:
+    """Bytes at the peak of a build from meta (and by how much the process grew), bytes held after
+    it, and those of the parameters: of all, of this rank's, of the largest module of its own and of
+    the largest block (what is gathered at once)."""
     from autoshard import autoshard
 
     mesh = line_of(mesh) if on_line else mesh
     with torch.device("meta"):
         model = llama(**sizes)
-    with TensorMemory() as memory:
+    gc.collect()
+    with Resident() as resident, TensorMemory() as memory:
         sharded = autoshard(model, mesh, ids(), **options)
     modules = [sum(nbytes(p) for p in m.parameters(recurse=False)) for m in model.modules()]
     values = sharded.program.values
     blocks = [sum(nbytes(values[k].value) for k in u.keys) for u in sharded.program.units.values()]
     return {
         "peak": memory.peak,
+        "resident": resident.grown,
         "after": memory.now,
-        "held": sum(nbytes(p) for p in sharded.parameters()),
+        "shards": sum(nbytes(p) for p in sharded.parameters()),
         "whole": sum(nbytes(p) for p in model.parameters()),
         "module": max(modules),
         "block": max(blocks, default=0),
@@ -142,6 +154,17 @@ def filled_later(mesh, on_line: bool, **options: Any) -> dict[str, Any]:
 # --- what is held after the build ---
 
 
+class Normed(hw.MLP):
+    """Has running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(32)
+
+    def forward(self, x, target):
+        return super().forward(self.norm(x), target)
+
+
 class Stuck(hw.MLP):
     """Cannot be copied."""
 
@@ -171,7 +194,7 @@ def with_penalty() -> tuple[torch.nn.Module, Any]:
 
 
 KEPT = {
-    "resnet": (lambda: (hw.ResNet(), None), hw.images),
+    "normed": (lambda: (Normed(), None), lambda: hw.vectors(8, 32)),
     "tied": (lambda: (hw.GPT(tied=True, layers=1), None), lambda: hw.tokens(8)),
     "hooked": (lambda: (Hooked(), None), lambda: hw.vectors(8, 32)),
     "stuck": (lambda: (Stuck(), None), lambda: hw.vectors(8, 32)),
@@ -240,7 +263,7 @@ def caller_keeps(mesh, **options: Any) -> dict[str, bool]:
     from autoshard import autoshard
 
     mesh = line_of(mesh)
-    model, _, inputs = double("resnet")
+    model, _, inputs = double("normed")
     before = {n: (t, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
     sharded = autoshard(model, mesh, gloo.local_rows(mesh, inputs), **options)
     state = model.state_dict(keep_vars=True)
@@ -251,6 +274,6 @@ def caller_keeps(mesh, **options: Any) -> dict[str, bool]:
     }
     rows = gloo.local_rows(mesh, inputs)
     out["evaluates"] = bool(sharded.eval().train_step(**rows).isfinite())
-    model(**inputs).loss.backward()
+    model(**inputs).backward()
     out["trains"] = all(p.grad is not None for p in model.parameters())
     return out
