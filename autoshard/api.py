@@ -63,6 +63,9 @@ def autoshard(
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
+    A model on the meta device is initialised on a live mesh shard by shard; the first step raises
+    ShardingError by name for what the model itself does not initialise and nothing has loaded.
+    After the call on a live mesh nothing here keeps the model's values: ``del model`` frees them.
     The other options have no effect yet, and raise ShardingError when asked for.
     Raises CaptureError, MeshError or ShardingError. On a live mesh every rank raises: one that
     failed its own error, the others a MeshError that quotes it.

@@ -174,7 +174,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, strides and type on the meta device."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
     if not isinstance(tensor, nn.Parameter):
         return made
     new = nn.Parameter(made, tensor.requires_grad)
