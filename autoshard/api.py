@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from autoshard.chain import Pass, run
 from autoshard.emit import ShardedModule
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.mesh import MeshSpec
+from autoshard.meta import hollow, skeleton
 from autoshard.outputs import Output
 from autoshard.program import Program
 from autoshard.progress import say
@@ -62,6 +64,9 @@ def autoshard(
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
     passes: a chain of your own in place of `passes.chain`.
+    A model on the meta device is initialised on a live mesh shard by shard; the first step raises
+    ShardingError by name for what the model itself does not initialise and nothing has loaded.
+    After the call on a live mesh nothing here keeps the model's values: ``del model`` frees them.
     The other options have no effect yet, and raise ShardingError when asked for.
     Raises CaptureError, MeshError or ShardingError. On a live mesh every rank raises: one that
     failed its own error, the others a MeshError that quotes it.
@@ -104,7 +109,11 @@ def autoshard(
 
 @dataclass(eq=False, kw_only=True)
 class Source:
-    """A model and how to compile it: in the mode it is in, and in the other one when asked for."""
+    """A model and how to compile it: in the mode it is in, and in the other one when asked for.
+
+    Once it has let go of the model's values, ``model`` is a skeleton of it; ``caller`` and
+    ``parameters`` refer to the model itself and its own for as long as something else keeps them.
+    """
 
     model: nn.Module = field(kw_only=False)
     mesh: MeshSpec = field(kw_only=False)
@@ -115,6 +124,9 @@ class Source:
     raise_precision: bool = False
     param_dtype: torch.dtype | None = None
     compiled: dict[bool, tuple[Program, Output]] = field(default_factory=dict)
+    caller: Any = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    light: bool = False
 
     @property
     def signature(self) -> inspect.Signature:
@@ -131,20 +143,36 @@ class Source:
 
     def _compiled(self, training: bool) -> tuple[Program, Output]:
         if training not in self.compiled:
-            say(f"capturing {type(self.model).__name__}")
-            with in_mode(self.model, training):
+            # the model itself while there is one: hooks and loss_fn may reach into it
+            model = (self.caller and self.caller()) or self.model
+            say(f"capturing {type(model).__name__}")
+            with in_mode(model, training):
                 program, output = capture(
-                    self.model,
+                    model,
                     self.mesh,
                     self.example_inputs,
                     self.loss_fn,
                     self.raise_precision,
                     self.param_dtype,
                 )
+            if not self.light:
+                self.parameters = {n: weakref.ref(p) for n, p in model.named_parameters()}
+            _refuse_constants(program, model, {n: p() for n, p in self.parameters.items()})
             other = self.compiled.get(not training)
             like = other[0] if other else None
             self.compiled[training] = run(program, self._chain(), like), output
+            if self.light:
+                _let_go(self.compiled[training][0])
         return self.compiled[training]
+
+    def let_go(self) -> None:
+        """Keep no values of the model's parameters from here on: ranks hold their slices. The model
+        stays as it is, for whoever else refers to it."""
+        self.light = True
+        for program, _ in self.compiled.values():
+            _let_go(program)
+        if self.caller is None:
+            self.caller, self.model = weakref.ref(self.model), skeleton(self.model)
 
     def _chain(self) -> list[Pass]:
         if self.passes is not None:
@@ -152,6 +180,29 @@ class Source:
         from passes import chain
 
         return chain(**self.options)
+
+
+def _refuse_constants(program: Program, model: nn.Module, parameters: dict[str, Any]) -> None:
+    """Raise CaptureError where the graph holds a parameter as a constant, never to be trained."""
+    own = {p.untyped_storage()._cdata: n for n, p in parameters.items() if p is not None}
+    constants = [p.value for p in program.values.values() if p.constant]
+    strided = [c for c in constants if c.layout is torch.strided]
+    found = [own[c.untyped_storage()._cdata] for c in strided if c.untyped_storage()._cdata in own]
+    if found:
+        raise CaptureError(
+            message(
+                type(model).__name__,
+                f"parameters {', '.join(found)}",
+                "read as constants",
+                "loss_fn or a hook holds them by themselves, and not the model that they are of",
+                "read them through the model, as model.get_parameter(name), or inside its forward",
+            )
+        )
+
+
+def _let_go(program: Program) -> None:
+    for parameter in program.parameters().values():
+        parameter.value = hollow(parameter.value)
 
 
 @contextlib.contextmanager

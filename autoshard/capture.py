@@ -200,10 +200,12 @@ def data_ranks(mesh: MeshSpec) -> int:
 
 
 def _real(value: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """A copy of an input: no two are one tensor, and none is on meta (only its shape matters)."""
+    """A copy of an input: no two are one tensor, and none is on meta (only its shape matters).
+    With a meta model it stands where that is captured."""
     if value.is_meta:
         return torch.zeros(value.shape, dtype=value.dtype, device=home(model))
-    return value.detach().clone()
+    own = value.detach().clone()
+    return own.to(home(model)) if has_meta(model) else own
 
 
 def _export(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from autoshard.cost import is_cut
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
-from autoshard.meta import Initialiser
+from autoshard.meta import Initialiser, on_device, unfilled
 from autoshard.objective import no_loss
 from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
@@ -36,7 +36,7 @@ LINKED = {
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
-    " _places _frozen _modes _running _reducer _store".split()
+    " _places _frozen _modes _running _reducer _store _unfilled".split()
 )
 
 
@@ -187,6 +187,7 @@ class ShardedModule(nn.Module):
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
         self._store = zero.Store(program, rank, self._device)
+        self._unfilled: dict[str, int] = {}  # what nothing has filled, by placeholder: its version
         self._places = self._own(program)
         self._store.settle()
         self._frozen = [k for k, p in program.parameters().items() if not p.trainable]
@@ -197,6 +198,8 @@ class ShardedModule(nn.Module):
             if live:
                 cut = bool(parameter.zero) or is_cut(parameter.layout)
                 optimizers.watch(self.tensor(key), parameter.name, cut)
+        if live:
+            source.let_go()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN:
@@ -290,10 +293,29 @@ class ShardedModule(nn.Module):
             initial = Initialiser(self._source.model, _common_seed(), self._device)
         places = {}
         for key, parameter in program.values.items():
-            whole = initial(parameter.name) if initial and parameter.value.is_meta else None
+            asked = initial is not None and parameter.value.is_meta
+            whole = initial(parameter.name) if initial and asked else None
             name = _constant_name(program, parameter) if parameter.constant else parameter.name
             places[key] = self._hold(program, parameter, name, whole)
+            if asked and whole is None:
+                self._unfilled[key] = _held(places[key])._version
+            del whole  # before the next one is made
         return places
+
+    def _filled(self, names: Iterable[str]) -> None:
+        """Tensors of these names now hold values that were written past autograd's notice."""
+        known = set(names)
+        for key in [k for k in self._unfilled if known & set(self.program.values[k].names)]:
+            del self._unfilled[key]
+
+    def _refuse_unfilled(self, who: str) -> None:
+        """Raise ShardingError while tensors that the model could not initialise hold no values."""
+        for key, version in list(self._unfilled.items()):
+            if self.tensor(key)._version != version:  # written in place, by whatever loads
+                del self._unfilled[key]
+        if self._unfilled:
+            names = [self.program.values[key].name for key in self._unfilled]
+            raise unfilled(who, self._source.model, names)
 
     def _hold(
         self, program: Program, parameter: Parameter, name: str, whole: torch.Tensor | None = None
@@ -308,7 +330,7 @@ class ShardedModule(nn.Module):
             holder._parameters[last] = self._store.hold(parameter, mesh, program.offload, whole)
             return holder, last
         value = gather.local_value(parameter, mesh, rank, whole)
-        value = value if self._device is None else value.to(self._device)
+        value = value if self._device is None else on_device(value, self._device)
         holder._buffers[last] = value
         if not parameter.persistent:
             holder._non_persistent_buffers_set.add(last)
@@ -376,6 +398,7 @@ class ShardedModule(nn.Module):
         # the first batch: all ranks tell each other what they think of theirs
         arguments, error = [], None
         try:
+            self._refuse_unfilled("the first step")
             arguments = self.arguments(args, kwargs)
         except Exception as caught:
             error = caught
@@ -470,7 +493,9 @@ class ShardedModule(nn.Module):
         return norm
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer whole, under all its original names."""
+        """Every parameter and persistent buffer whole, under all its original names. Raises
+        ShardingError while one that was on the meta device holds no values."""
+        self._refuse_unfilled("full_state_dict")
         out = {}
         for key, parameter in self.program.values.items():
             if parameter.buffer and not parameter.persistent:
@@ -515,6 +540,7 @@ class ShardedModule(nn.Module):
             if whole is not None:
                 mesh, rank = self.program.mesh, self.rank_index
                 self.tensor(key).copy_(gather.local_value(parameter, mesh, rank, whole))
+                self._filled(parameter.names)
         return missing, unexpected
 
     def save_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:

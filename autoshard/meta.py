@@ -8,20 +8,23 @@ no checkpoint, so their true values are recovered by what computed them, or an e
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError, ShardingError, message
 
 #: Methods without arguments by which a module (re)sets its own tensors.
 RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
+#: Where a skeleton notes the device of the model it was made of.
+HOME = "_autoshard_home"
 
 
 def has_meta(model: nn.Module) -> bool:
@@ -31,6 +34,8 @@ def has_meta(model: nn.Module) -> bool:
 
 def home(model: nn.Module) -> torch.device:
     """The device the model's real tensors are on; the CPU when it has none."""
+    if HOME in vars(model):
+        return vars(model)[HOME]
     for _, store in _stores(model):
         for _, tensor in _tensors(store):
             if not tensor.is_meta:
@@ -120,14 +125,18 @@ def recover_tables(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Initialiser:
-    """Makes a meta model's tensors one module at a time, equal on every rank for equal ``seed``."""
+    """Makes a meta model's tensors one module at a time, equal on every rank for equal ``seed``.
+
+    The tensors of the last module are kept until one of another module is asked for, so ask for
+    those of a module one after the other, and keep none of them.
+    """
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device):
         self.model, self.seed, self.device = model, seed, device
         self._last: tuple[str, dict[str, torch.Tensor]] = ("?", {})
 
-    def __call__(self, name: str) -> torch.Tensor:
-        """The whole tensor of a name. Raises CaptureError when its module does not set it."""
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """The whole tensor of a name; None when nothing in the model fills it."""
         path, _, key = name.rpartition(".")
         if self._last[0] != path:
             self._last = ("?", {})  # freed before the next one is made
@@ -135,19 +144,60 @@ class Initialiser:
             keys = [k for _, s in _own_stores(module) for k, t in _tensors(s) if t.is_meta]
             values = _initialised(self.model, path, keys, self.seed, self.device)
             self._last = (path, values)
-        value = self._last[1].get(key)
-        if value is None:
-            raise CaptureError(
-                message(
-                    type(self.model).__name__,
-                    name,
-                    "it is on the meta device",
-                    f"{type(self.model.get_submodule(path)).__name__} has no reset_parameters() "
-                    "that fills it, and no module around it an _init_weights(module) that does",
-                    "add such a method, or build this module with device='cpu'",
-                )
-            )
-        return value
+        return self._last[1].get(key)
+
+
+def unfilled(who: str, model: nn.Module, names: Iterable[str]) -> ShardingError:
+    """The error of a call that needs tensors which nothing has filled so far."""
+    names = list(names)
+    kinds = {type(model.get_submodule(name.rpartition(".")[0])).__name__: None for name in names}
+    return ShardingError(
+        message(
+            f"{who} of {type(model).__name__}",
+            ", ".join(names),
+            "on the meta device when the model was given, and not filled since",
+            f"{', '.join(kinds)} has no reset_parameters() that fills it, and no module around it "
+            "an _init_weights(module) that does",
+            "load a checkpoint first, as by load_full_state_dict(); or add such a method, or build "
+            "this module with device='cpu'",
+        )
+    )
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device; one on meta becomes NaN there, or zero where its type has no NaN."""
+    if not tensor.is_meta:
+        return tensor.to(device)
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, float("nan") if has_nan else 0, device=device)
+
+
+def hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides and type on the meta device."""
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    new = nn.Parameter(made, tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    return new
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy that can be captured in place of the model, without the values of its parameters:
+    they are on the meta device, all other tensors are the model's own. The model itself where it
+    has no values, or cannot be copied."""
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return model
+    kept: dict[int, Any] = {}
+    for _, store in _stores(model):
+        for _, tensor in _tensors(store):
+            kept[id(tensor)] = hollow(tensor) if isinstance(tensor, nn.Parameter) else tensor
+    try:
+        new = copy.deepcopy(model, kept)
+    except Exception:  # whatever a part of it raises; it then stays as it is
+        return model
+    vars(new)[HOME] = home(model)
+    return new
 
 
 # --- the tensors of a module ---
@@ -185,19 +235,20 @@ def _initialised(
 ) -> dict[str, torch.Tensor]:
     """The tensors of one module that initialisation, its own and that around it, sets whole."""
     first = _run_initialisation(model, path, keys, seed, device, 0)
-    done = {}
     # NaN shows what was never written; integers need a second run from other values to show it
-    second = None
-    for key, value in first.items():
-        if value.is_floating_point() or value.is_complex():
-            if not value.isnan().any():
-                done[key] = value
-            continue
-        if second is None:
-            second = _run_initialisation(model, path, keys, seed, device, 1)
-        if torch.equal(value, second[key]):
-            done[key] = value
-    return done
+    whole = [k for k, v in first.items() if not (v.is_floating_point() or v.is_complex())]
+    second = _run_initialisation(model, path, whole, seed, device, 1) if whole else {}
+    return {
+        key: value
+        for key, value in first.items()
+        if (torch.equal(value, second[key]) if key in second else not _has_nan(value))
+    }
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    """As ``value.isnan().any()``, without a mask as large as the tensor's elements are many."""
+    value = torch.view_as_real(value) if value.is_complex() else value
+    return bool(value.numel()) and bool(value.amax().isnan())
 
 
 def _run_initialisation(

@@ -22,7 +22,8 @@ class Parameter:
     """A parameter or buffer of the model. ``names``: every alias in the state dict, first one
     canonical.
 
-    ``value`` is the model's own tensor (never copied here; on the meta device for a meta model).
+    ``value`` is the model's own tensor (never copied here; on the meta device for a meta model,
+    and for a parameter once the ranks of a live mesh hold their slices of it).
     ``layout`` says which slice of the whole a rank computes with; ``zero`` names the mesh axes
     among whose ranks dim 0 of that slice is shared out, in pieces as `torch.chunk` makes them: a
     rank holds its piece only, and gathers the slice to compute with it.

@@ -359,8 +359,10 @@ def test_a_live_rank_makes_its_part_as_the_model_would(mesh_of_one, build):
 def test_a_live_rank_does_not_train_on_what_nothing_fills(mesh_of_one):
     with torch.device("meta"):
         model = hw.TiedAutoencoder()
-    with pytest.raises(CaptureError, match=r"(?s)weight.*reset_parameters"):
-        autoshard(model, mesh_of_one, {"x": X})
+    sharded = autoshard(model, mesh_of_one, {"x": X})
+    for call in (lambda: sharded.train_step(x=X), sharded.full_state_dict):
+        with pytest.raises(ShardingError, match=r"(?s)weight.*reset_parameters"):
+            call()
 
 
 def test_a_mesh_of_part_of_the_world_is_refused(mesh_of_one, monkeypatch):

@@ -27,6 +27,7 @@ from torch import nn
 
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
+from autoshard.meta import on_device
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Parameter, Program, Unit
 from autoshard.runtime import optimizers, wire
@@ -549,7 +550,8 @@ class Store:
     def hold(
         self, parameter: Parameter, mesh: SubMesh, offload: bool, whole: torch.Tensor | None
     ) -> nn.Parameter:
-        """This rank's part of a parameter. ``whole``: its value, where that is on meta."""
+        """This rank's part of a parameter. ``whole``: its value, where that is on meta; without
+        one, a module that runs holds NaN."""
         name, working = parameter.name, self.dtype.get(parameter.name)
         value = parameter.value if whole is None else whole
         if working == value.dtype and not offload:
@@ -560,8 +562,8 @@ class Store:
         else:
             own = local_value(parameter, mesh, self.rank, whole)
             if working is not None:
-                empty = torch.empty(slice_shape(parameter, mesh, self.rank), dtype=working)
-                self.kept[name] = self._here(empty)
+                shape, device = slice_shape(parameter, mesh, self.rank), self.device or own.device
+                self.kept[name] = torch.empty(shape, dtype=working, device=device)
                 self.stale.add(name)
             own = self._on_host(own) if offload else self._here(own)
         shard = nn.Parameter(own, parameter.trainable)
@@ -570,11 +572,14 @@ class Store:
         return shard
 
     def _here(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self.device is None else value.to(self.device)
+        return value if self.device is None else on_device(value, self.device)
 
     def _on_host(self, value: torch.Tensor) -> torch.Tensor:
+        if self.device is None and value.is_meta:
+            return value
+        host = on_device(value, torch.device("cpu"))
         on_cuda = self.device is not None and self.device.type == "cuda"
-        return value.cpu().pin_memory() if on_cuda else value.cpu()
+        return host.pin_memory() if on_cuda else host
 
     def settle(self) -> None:
         """All parameters are held: what changes from now on makes kept weights out of date."""
