@@ -86,14 +86,15 @@ def measured(module: Any, *args: Any, **kwargs: Any) -> int:
     """Bytes that one forward of ``train_step`` on this batch saves for backward on this rank, of a
     live `ShardedModule`; the whole forward's where the model has no loss. No backward follows, and
     buffers stay as they are; random numbers are drawn. All ranks must call it."""
-    mode = module._running
+    mode, store = module._running, module._store
     arguments = module.arguments(args, kwargs)
-    with (recorder := Recorder()):
+    with store.forward(alone=True), (recorder := Recorder()):
         results = (mode.loss_module or mode.graph_module)(*arguments)
-    held = _storages(arguments)
+    held = _storages([*arguments, *store.kept.values()])
     found = {s.storage._cdata: s.storage for s in recorder.saved()}
+    gathered = {k: s for k, s in found.items() if s.data_ptr() in store.running.weights}
     del results
-    return _bytes(found, held)
+    return _bytes(found, held | gathered)
 
 
 # --- predicted ---

@@ -303,8 +303,10 @@ class ShardedModule(nn.Module):
         return places
 
     def _filled(self, names: Iterable[str]) -> None:
-        """Tensors of these names now hold values that were written past autograd's notice."""
+        """Tensors of these names now hold other values, on all ranks: also on one that has an empty
+        part of them, and so wrote nothing that could be noticed."""
         known = set(names)
+        self._store.stale.update(self._store.kept)
         for key in [k for k in self._unfilled if known & set(self.program.values[k].names)]:
             del self._unfilled[key]
 

@@ -15,6 +15,7 @@ weights (`wait_gather`) starts the part that is computed again: backward gathers
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,11 +26,8 @@ from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Program, shallow
-from autoshard.rules import op_name
+from autoshard.runtime.zero import start_gather, wait_gather
 from autoshard.segments import Segment, segments
-
-#: The op that waits for a block's gathered weights.
-WAIT = "wait_gather"
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Recompute(Pass):
         marked = 0
         for segment in segments(program.graph):
             if segment.block:
-                marked += sum(_mark(program, *call) for call in _calls(segment))
+                marked += sum(_mark(program, *call) for call in _calls(program, segment))
         if not marked:
             program.notes.append(
                 "recompute: the model has no blocks (layers that repeat), so nothing is recomputed"
@@ -59,11 +57,12 @@ class Recompute(Pass):
         return program
 
 
-def _calls(segment: Segment) -> list[tuple[str, list[fx.Node]]]:
+def _calls(program: Program, segment: Segment) -> list[tuple[str, list[fx.Node]]]:
     """The calls of a block, each with a name: ``layers.0``, ``layers.0@1``. Weights are gathered
     for the segment as a whole: one that waits for some is one call, from there on."""
-    nodes = [n for n in segment.nodes if n.op == "call_function"]
-    waits = [i for i, n in enumerate(nodes) if op_name(n.target) == WAIT]
+    kept = {name for name, unit in program.units.items() if unit.keep}
+    nodes = [n for n in segment.nodes if n.op == "call_function" and not _stays_outside(n, kept)]
+    waits = [i for i, n in enumerate(nodes) if n.target is wait_gather]
     if waits:
         return [(segment.name, nodes[waits[0] :])]
     while nodes and _finishes(nodes[0], nodes):
@@ -74,6 +73,15 @@ def _calls(segment: Segment) -> list[tuple[str, list[fx.Node]]]:
         name = _call(node, segment.name) or name  # sizes and the like belong where they stand
         calls.setdefault(name, []).append(node)
     return list(calls.items())
+
+
+def _stays_outside(node: fx.Node, kept: set[str]) -> bool:
+    """Whether a node gathers ahead for a later segment, or gives weights that are kept anyway."""
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is wait_gather:
+        return node.args[2] in kept
+    return node.target is start_gather
 
 
 def _finishes(node: fx.Node, block: list[fx.Node]) -> bool:

@@ -131,7 +131,8 @@ class Zero(Pass):
                 with program.graph.inserting_after(parts[at].nodes[-1]):
                     for unit in units:
                         call = (started[unit.name], unit.axes, unit.name)
-                        program.graph.call_function(release, call)
+                        freed = program.graph.call_function(release, call)
+                        _place_as(waits[i], freed)
 
     def _units(
         self,
@@ -185,14 +186,22 @@ def _wait(
     """The weights of a unit, and those who read its parameters read them."""
     shards, graph = [known[key] for key in unit.keys], program.graph
     weights = graph.call_function(wait_gather, (start, unit.axes, unit.name, shards))
+    _place_as(readers[unit.keys[0]][0], weights)
     for i, shard in enumerate(shards):
         weight = graph.call_function(operator.getitem, (weights, i))
         weight.meta.update(val=shard.meta["val"], origin=shard.name)
+        _place_as(readers[shard.name][0], weight)
         program.dims[weight] = program.dims[shard]
         program.layouts[weight] = program.layouts[shard]
         for user in readers[shard.name]:
             user.replace_input_with(shard, weight)
     return weights
+
+
+def _place_as(reader: fx.Node, node: fx.Node) -> None:
+    """A node stands in the module of one that reads it."""
+    if "nn_module_stack" in reader.meta:
+        node.meta["nn_module_stack"] = reader.meta["nn_module_stack"]
 
 
 #: How many modules the name of a unit that is no block lists.

@@ -120,6 +120,7 @@ def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
         lambda: dcp.load({}, storage_reader=reader, planner=planner, no_dist=not module.live),
     )
     install()
+    module._filled(name for p, _ in kept(module).values() for name in p.names)
 
 
 def kept(module: Any) -> dict[str, tuple[Parameter, torch.Tensor]]:

@@ -94,6 +94,7 @@ def load(module: Any, path: Any, strict: bool = True) -> tuple[list[str], list[s
             module.live, LOAD, lambda: _matched(module, path, strict, stack)
         )
         checks.together(module.live, LOAD, lambda: _read_all(module, held, sources, files))
+    module._filled(name for filled in sources for name in held[filled][0].names)
     return names
 
 

@@ -379,7 +379,9 @@ class Gathering:
             self.open()
         assert self.buffer is not None
         if grad and not again:
-            self.forward.live[self.buffer.untyped_storage().data_ptr()] = self
+            address = self.buffer.untyped_storage().data_ptr()
+            self.forward.live[address] = self
+            self.forward.weights.add(address)
         return [v.detach() for v in self.views]
 
     def _kept(self) -> list[torch.Tensor]:
@@ -476,6 +478,7 @@ class Forward:
         self.alone = alone  # the loss is the graph's own: ranks have gradients for the same weights
         self.order: list[Gathering] = []
         self.live: dict[int, Gathering] = {}  # by the address of their weights
+        self.weights: set[int] = set()  # all these addresses
 
     def read(self, gathering: Gathering) -> None:
         self.order.append(gathering)
