@@ -406,9 +406,10 @@ SHAPE = "shape → on a rank"
 
 def params_table(program: Program) -> Table:
     """Parameters: axes, layout of the slice that is computed with, kind of linear, shape, gradient
-    reduction, and the axes among whose ranks the slice is shared out; many layers that are alike in
-    one row."""
+    reduction, and with ZeRO the axes among whose ranks the slice is shared out; many layers that
+    are alike in one row."""
     names, kinds = Names(program), dict(linears(program).values())
+    shared = any(p.zero for p in program.parameters().values())
     rows: dict[Any, list[Any]] = {}
     for p in program.parameters().values():
         summed = {m for piece in reductions(p, program.mesh) for m in piece[3]}
@@ -419,12 +420,12 @@ def params_table(program: Program) -> Table:
             kinds.get(p.name, ""),
             _joined(list(p.value.shape), shard_shape(p, program.mesh)),
             _over(summed, program) or "-",
-            _over(p.zero, program) or "-",
+            *([_over(p.zero, program) or "-"] if shared else []),
         ]
         name = star if count > FEW else p.name
         rows.setdefault((name, *row), [name, *row, 0])[-1] += 1
-    headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over", "shared out over"]
-    headers.append("count")
+    headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over"]
+    headers += ["zero", "count"] if shared else ["count"]
     return Table(headers, list(rows.values()), ("count",), {"parameter": 46, "axes": 32})
 
 

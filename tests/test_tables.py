@@ -21,10 +21,17 @@ RANKS_AND_KV_HEADS = [(2, 2), (4, 4), (4, 2)]
 
 @cache
 def sharded(
-    mesh: str, layers: int = 2, sequence_parallel: bool = True, name: str = "llama", kv: int = 2
+    mesh: str,
+    layers: int = 2,
+    sequence_parallel: bool = True,
+    name: str = "llama",
+    kv: int = 2,
+    zero: int = 0,
 ):
     model = tiny(name, num_hidden_layers=layers, n_layer=layers, num_key_value_heads=kv)
-    return autoshard(model, mesh, example_inputs=batch(), sequence_parallel=sequence_parallel)
+    return autoshard(
+        model, mesh, example_inputs=batch(), sequence_parallel=sequence_parallel, zero=zero
+    )
 
 
 def rows(module, name: str) -> list[dict[str, str]]:
@@ -213,8 +220,9 @@ def test_memory_is_that_of_the_modules_tensors():
     module = sharded("dp=2,tp=2")
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     whole = sum(p.numel() * p.element_size() for p in tiny("llama").parameters())
-    for what, times in (("parameters", 1), ("gradients", 1), ("AdamW state", 2), ("total", 4)):
-        found = row(module, "memory", **{"model state": what})
+    kinds = {"parameters": 1, "gradients": 1, "optimizer state": 2, "held between steps": 4}
+    for what, times in kinds.items():
+        found = row(module, "memory", what=what)
         assert found["bytes on a rank"] == times * held
         assert found["bytes on one device"] == times * whole
 
@@ -241,7 +249,7 @@ mse_loss_default  mse_loss                                                      
 
 
 def test_the_graph_table_of_a_small_model():
-    module = autoshard(hw.MLP(), {"dp": 2, "tp": 2}, example_inputs=hw.vectors(4, 32))
+    module = autoshard(hw.MLP(), {"dp": 2, "tp": 2}, example_inputs=hw.vectors(4, 32), zero=0)
     got = [line.split() for line in module.table("graph").splitlines()]
     want = [line.split() for line in GRAPH.strip().splitlines()]
     rules = 1  # a line whose length only says how wide the columns are
@@ -339,7 +347,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
 def test_only_the_index_of_a_layer_is_starred(mesh):
     for layers in (1, 3, FEW + 1):
-        module = autoshard(Blocks(layers), mesh, example_inputs={"x": torch.randn(4, 64)})
+        module = autoshard(Blocks(layers), mesh, example_inputs={"x": torch.randn(4, 64)}, zero=0)
         text = "".join(module.table(name) for name in ("axes", "params", "collectives"))
         assert "mlp.*" not in text and "*.mlp.*" not in text
         assert ("blocks.*.mlp.0" in module.table("params")) == (layers > FEW)
@@ -394,7 +402,7 @@ def test_the_passes_table_says_what_each_pass_changed():
     module = sharded("dp=2,tp=2")
     names = [r["pass"] for r in rows(module, "passes")]
     assert names[:3] == ["canonicalize", "infer_axes", "data_parallel"]
-    assert names[-2:] == ["partition", "all"]
+    assert names[-3:] == ["partition", "zero(stage=0)", "all"]
     assert "assignments 0 -> 1" in row(module, "passes", **{"pass": "data_parallel"})["changed"]
     assert "collectives 0 ->" in row(module, "passes", **{"pass": "partition"})["changed"]
     assert all(float(r["seconds"]) >= 0 for r in rows(module, "passes"))

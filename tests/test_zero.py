@@ -49,6 +49,24 @@ def curve(mesh, steps, options):
     return jobs.curve(mesh, steps, **options)
 
 
+def sent(mesh, name, options):
+    return jobs.sent(mesh, name, **options)
+
+
+def memory(mesh, options):
+    return jobs.memory(mesh, SIZES, **options)
+
+
+#: Of a Llama whose blocks are small beside the whole.
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
+
+
 #: Variations of a training loop, of any stage.
 LOOPS = {
     "accumulated": {"accumulate": 2},
@@ -69,6 +87,11 @@ four = ranks_of(
     cases(("gpt2", "mixtral"), accumulate=2)
     | cases(jobs.HANDWRITTEN, accumulate=2)
     | {f"shapes {z}": (shapes, "uneven", {"zero": z}) for z in STAGES}
+    | {f"memory {z}": (memory, {"zero": z}) for z in (0, *STAGES)}
+    | {f"memory {z} offload": (memory, {"zero": z, "offload": True}) for z in STAGES}
+    | {f"sent {z}": (sent, "llama", {"zero": z}) for z in STAGES}
+    | {"sent kept": (sent, "llama", {"zero": 3, "reshard_after_forward": False})}
+    | {"sent recompute": (sent, "llama", {"zero": 3, "recompute": "block"})}
     | {"kept": (train, "uneven", FORWARD)},
 )
 square = ranks_of(
@@ -226,3 +249,51 @@ def test_bf16_follows_the_single_device(pair, stage):
 @cache
 def bf16_alone(seed):
     return jobs.curve(None, 200, seed, param_dtype=jobs.torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage", (0, *STAGES))
+def test_a_rank_holds_what_the_formula_says(four, stage):
+    """Within 2 % and one block; see `autoshard.memory`."""
+    for got in each(four, f"memory {stage}"):
+        elements, ranks = got["elements"], 4
+        parameters = 4 * elements / (ranks if stage == 3 else 1)
+        gradients = 4 * elements / (ranks if stage >= 2 else 1)
+        states = 8 * elements / (ranks if stage >= 1 else 1)
+        most = parameters + gradients + states
+        held = got["accumulating"] if stage == 1 else got["between"]
+        assert most * 0.98 <= held <= most * 1.02 + got["block"]
+        told = got["predicted"]
+        for what, size in got["measured"].items():
+            if what in ("parameters", "gradients", "optimizer state"):
+                assert abs(size - told[what]) <= 0.001 * told[what], what
+        assert got["measured"].get("weights gathered, peak", 0) <= told.get(
+            "weights gathered, peak", 0
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_offload_takes_masters_and_states_off_the_device(four, stage):
+    for got in each(four, f"memory {stage} offload"):
+        shard = got["elements"] / 4
+        assert abs(got["host"] - 16 * shard) <= 0.01 * got["host"]  # with gradients
+
+
+def test_a_step_sends_what_the_table_counts(four):
+    for job in (*(f"sent {z}" for z in STAGES), "sent kept", "sent recompute"):
+        for got in each(four, job):
+            assert got["sent"] == got["table"], job
+
+
+def test_bytes_sent_are_those_of_the_papers(four):
+    """2 Ψ for stages 1 and 2; 3 Ψ for stage 3, less the weights that backward need not gather: the
+    embedding, which it does not read, and the last segment, which is still there."""
+    for got in each(four, "sent 1"):
+        names, whole = got["by name"], got["numbers"] * 8 * 3 // 4
+        spared = sum(n for name, n in names.items() if "layers" not in name) * 8 * 3 // 4
+        assert sum(got["sent"].values()) == 2 * whole
+    for job, total in (
+        ("sent 2", 2 * whole),
+        ("sent kept", 2 * whole),
+        ("sent 3", 3 * whole - spared),
+    ):
+        assert all(sum(got["sent"].values()) == total for got in each(four, job)), job

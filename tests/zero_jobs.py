@@ -328,3 +328,98 @@ def text(steps: int, rows: int = 8, length: int = 24) -> list[dict[str, torch.Te
         x, y = part[: rows * length].view(rows, length), part[1 : rows * length + 1]
         out.append({"ids": x, "targets": y.view(rows, length)})
     return out
+
+
+def memory(mesh, sizes: dict[str, int], **options: Any) -> dict[str, int]:
+    """Bytes of all tensors that live while a Llama trains: between steps, with the gradients of the
+    last one still there, and while gradients accumulate; what the table of memory predicts; the
+    elements of the model, and the bytes of the largest set of weights gathered at once."""
+    from gloo_meta import ids, llama
+    from tensor_memory import TensorMemory
+
+    from autoshard import autoshard
+    from autoshard.memory import measured, predicted, unit_bytes
+
+    with torch.device("meta"):
+        model = llama(**sizes)
+    given = ids()
+    with TensorMemory() as live:
+        sharded = autoshard(model, mesh, given, **options)
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            with sharded.no_sync():
+                sharded.train_step(**given)
+            accumulating = live.now
+            sharded.train_step(**given)
+            optimizer.step()
+        between = live.now
+    program = sharded.program
+    return {
+        "between": between,
+        "accumulating": accumulating,
+        "peak": live.peak,
+        "elements": sum(p.numel() for p in model.parameters()),
+        "block": max((unit_bytes(program, u) for u in program.units.values()), default=0),
+        "predicted": {h.what: h.rank for h in predicted(program)},
+        "measured": measured(sharded),
+        "host": sum(h.rank for h in predicted(program) if h.host),
+    }
+
+
+class CountedWire:
+    """Counts the bytes that a rank sends for weights and gradients, as a ring would."""
+
+    def __init__(self):
+        self.sent: dict[str, int] = {}
+
+    def __enter__(self):
+        from autoshard.runtime import wire
+
+        self.wire, self.kept = wire, (wire.all_gather, wire.reduce_scatter)
+        gather, scatter = self.kept
+
+        def all_gather(flat, group):
+            self.add("all_gather", flat, group)
+            return gather(flat, group)
+
+        def reduce_scatter(flat, group):
+            self.add("reduce_scatter", flat, group)
+            return scatter(flat, group)
+
+        wire.all_gather, wire.reduce_scatter = all_gather, reduce_scatter
+        return self
+
+    def __exit__(self, *_):
+        self.wire.all_gather, self.wire.reduce_scatter = self.kept
+
+    def add(self, kind: str, flat: torch.Tensor, group: Any) -> None:
+        ranks = torch.distributed.get_world_size(group)
+        self.sent[kind] = self.sent.get(kind, 0) + flat.nbytes // ranks * (ranks - 1)
+
+
+def sent(mesh, name: str, **options: Any) -> dict[str, Any]:
+    """Bytes sent in the second of two steps, and those that the table of collectives counts."""
+    from autoshard.report import UNIT_KINDS, step_collectives
+
+    model, inputs = made(name)
+    with InFloat64():
+        sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = rows_of(mesh, inputs)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for _ in range(2):
+        with CountedWire() as counted:
+            sharded.train_step(**rows)
+        optimizer.step()
+    of_units = {c.why for c in sharded.program.conversions if c.kind in UNIT_KINDS}
+    table: dict[str, int] = {}
+    for c in step_collectives(sharded.program, by_layer=True):
+        if c.why in of_units and c.kind != "all_reduce":
+            table[c.kind] = table.get(c.kind, 0) + c.bytes
+    trainable = [p for p in sharded.program.parameters().values() if p.trainable]
+    return {
+        "sent": counted.sent,
+        "table": table,
+        "numbers": sum(p.value.numel() for p in trainable),
+        "by name": {p.name: p.value.numel() for p in trainable},
+    }

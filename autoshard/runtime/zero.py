@@ -14,6 +14,7 @@ more when the first note of a segment is read, and the segment before it ahead o
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import deque
@@ -207,7 +208,10 @@ def start_gather(shards: list[torch.Tensor], link: Any, unit: Any) -> Any:
 
 def wait_gather(gathering: Any, link: Any, unit: Any, shards: list[torch.Tensor]) -> Any:
     """The weights of a unit, by the order of its shards. Their gradients are reduced."""
-    return _Read.apply(gathering, torch.is_grad_enabled(), *shards)
+    grad = torch.is_grad_enabled()
+    trains = grad and any(s.requires_grad for s in shards)
+    witness = _witness(shards[0].device)[0] if trains else None
+    return _Read.apply(gathering, grad, witness, *shards)
 
 
 def release(gathering: Any, link: Any, unit: Any) -> None:
@@ -221,8 +225,8 @@ torch.fx.node._side_effectful_functions.add(release)
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gathering: Any, grad: bool, *shards: torch.Tensor) -> Any:
-        ctx.gathering = gathering
+    def forward(ctx: Any, gathering: Any, grad: bool, witness: Any, *shards: torch.Tensor) -> Any:
+        ctx.gathering, ctx.device = gathering, shards[0].device
         ctx.set_materialize_grads(False)
         weights = gathering.read(grad)
         entries = gathering.weights.entries
@@ -232,20 +236,23 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if _asked_for():
-            return None, None, *ctx.gathering.reduced(grads)
+        if _asked_for(ctx.device):
+            return None, None, None, *ctx.gathering.reduced(grads)
         ctx.gathering.reduce(grads)
-        return (None,) * (2 + len(grads))
+        return (None,) * (3 + len(grads))
 
 
-_ELSEWHERE = torch.zeros((), requires_grad=True)
-_NODE = _ELSEWHERE.view_as(_ELSEWHERE).grad_fn.next_functions[0][0]
+@functools.cache
+def _witness(device: torch.device) -> tuple[torch.Tensor, Any]:
+    """A leaf of no meaning that every `_Read` takes, and the node that accumulates its gradient."""
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
-def _asked_for() -> bool:
+def _asked_for(device: torch.device) -> bool:
     """Whether this backward is of `torch.autograd.grad`, or has ``inputs``: it then runs only what
-    leads to these, and not a node from elsewhere."""
-    return not torch._C._will_engine_execute_node(_NODE)
+    leads to these, and nobody asks for the witness."""
+    return not torch._C._will_engine_execute_node(_witness(device)[1])
 
 
 # --- one rank's weights ---
