@@ -14,7 +14,6 @@ float32 parameters.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -71,17 +70,26 @@ def predicted(program: Program) -> list[Held]:
 
 
 def gathered_peak(program: Program) -> int:
-    """The most bytes of gathered weights at one time: a segment's and the next one's; where weights
-    are kept, what they pass through on their way."""
-    sizes: dict[int, int] = {}
+    """The most bytes of gathered weights at one time: of a segment, and of the next one that
+    arrives meanwhile; where weights are kept, what they pass through on their way."""
+    weights: dict[int, int] = {}
+    moved: dict[int, int] = {}  # what arrives is not yet in its place
     for unit in program.units.values():
         if unit.axes:
-            sizes[unit.segment] = sizes.get(unit.segment, 0) + unit_bytes(program, unit)
-    ordered = [sizes[at] for at in sorted(sizes)]
-    if not program.graph.find_nodes(op="call_function", target=release):
-        kept = all(unit.keep for unit in program.units.values())
-        return max(ordered, default=0) if kept else sum(ordered)
-    return max((a + b for a, b in itertools.pairwise([0, *ordered])), default=0)
+            found, ranks = entries(unit, program, 0), program.mesh.size(unit.axes)
+            flat = ranks * sum(e.numel for e in found) * unit.dtype.itemsize
+            alone = len(found) == 1 and not unit.keep  # it stays where it arrives
+            stays = 0 if unit.keep else flat if alone else unit_bytes(program, unit)
+            weights[unit.segment] = weights.get(unit.segment, 0) + stays
+            moved[unit.segment] = moved.get(unit.segment, 0) + (0 if alone else flat)
+    released = program.graph.find_nodes(op="call_function", target=release)
+    most = held = 0
+    for at in sorted(weights):
+        arriving = moved[at] or weights[at]
+        kept = 0 if released else held
+        most = max(most, held + arriving, kept + weights[at] + moved[at])
+        held = kept + weights[at]
+    return most
 
 
 def unit_bytes(program: Program, unit: Unit) -> int:

@@ -486,6 +486,7 @@ class Forward:
         self.order: list[Gathering] = []
         self.live: dict[int, Gathering] = {}  # by the address of their weights
         self.weights: set[int] = set()  # all these addresses
+        self._at = -1  # the segment that backward is in
 
     def read(self, gathering: Gathering) -> None:
         self.order.append(gathering)
@@ -509,14 +510,16 @@ class Forward:
 
     def reopen(self, gathering: Gathering) -> None:
         """Have weights gathered again in backward, and those that it needs next on their way."""
-        if gathering.buffer is not None:
-            return
-        gathering.unchanged()
         here = gathering.unit.segment
-        for other in self.order:
-            if other.unit.segment > here:
-                other.close()
-        gathering.open()
+        if gathering.buffer is None:
+            gathering.unchanged()
+            for other in self.order:
+                if other.unit.segment > here:
+                    other.close()
+            gathering.open()
+        if here == self._at:
+            return
+        self._at = here
         earlier = [
             g
             for g in self.order
