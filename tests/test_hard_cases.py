@@ -547,3 +547,24 @@ def test_slices_of_what_turns_out_to_repeat_later(threshold, times, mesh, monkey
 
     monkeypatch.setattr(tensor_parallel, "THRESHOLD", threshold)
     proved(Rotated(), mesh, {"ids": torch.randint(24, (4, 8))})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "var", "std", "mean"])
+def test_moments_over_features_of_which_a_part_is_cut(kind, mesh):
+    """The split makes the features a concatenation; a part that is not cut counts once only."""
+
+    class Halved(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            if kind in ("layer_norm", "rms_norm"):
+                x = getattr(torch.nn.functional, kind)(x, (16,))
+            else:
+                x = x / (1 + getattr(x, kind)(-1, keepdim=True) ** 2)
+            return self.head(x.chunk(2, -1)[0].repeat(1, 1, 2)).square().mean()
+
+    proved(Halved(), mesh, {"ids": torch.randint(24, (4, 8))})
