@@ -142,15 +142,20 @@ class Local:
         axes = leaves(dim)
         if start == 0 or not axes:
             return 0
-        inner = size_of(axes[1:])
-        before, position, total = [], 0, 0
-        for part in axes[0].parts or ():
+        parts, rest = axes[0].parts, axes[1:]
+        if parts is None:  # found equal since: a product now, of a count and what was one part
+            k = next(k for k in range(1, len(axes) + 1) if start % size_of(axes[k:]) == 0)
+            parts, rest = ((),) * size_of(axes[:k]), axes[k:]
+        inner = size_of(rest)
+        before: list[Dim] = []
+        position, total = 0, 0
+        for part in parts:
             if position * inner >= start:
                 break
             before.append(part)
             position += size_of(part)
         for part in before:
-            size = self.size((*part, *axes[1:]))
+            size = self.size((*part, *rest))
             both = isinstance(total, int) and isinstance(size, int)
             total = (
                 total + size if both else self.p.graph.call_function(operator.add, (total, size))

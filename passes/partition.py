@@ -208,7 +208,7 @@ class Partitioner(Converter):
         banned = {id(a) for dims in tensors for a in _repeats(dims)}
         if typing.selects:
             banned |= _ids([v.dims for v in values]) - _ids(outs)
-        for dim in typing.summed:
+        for dim in [*typing.summed, *typing.reduced]:  # an uncut part would count on every rank
             banned |= {id(a) for a in atoms(dim) if not _throughout(dim, a)}
         space: dict[int, Axis] = {}
         for dims in [v.dims for v in values] + [tuple(typing.fresh)]:

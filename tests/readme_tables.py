@@ -12,75 +12,101 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from tabulate import tabulate
-from zoo import TYPES
+from zoo import RECOMPUTED, TYPES, Case
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 MESHES = ("tp=2", "tp=4", "dp=4", "dp=2,tp=2")
-COMBINATIONS = {
-    "data parallel": [("dp=4", True)],
-    "tensor parallel": [("tp=2", False), ("tp=4", False)],
-    "tensor + sequence parallel": [("tp=2", True), ("tp=4", True)],
-    "data + tensor parallel": [("dp=2,tp=2", False)],
-    "data + tensor + sequence parallel": [("dp=2,tp=2", True)],
+ZERO_MESHES, STAGES = ("dp=4", "dp=2,tp=2"), (1, 2, 3)
+#: Strategies -> mesh, sequence parallel, ZeRO stage and recomputation of every case to count.
+COMBINATIONS: dict[str, list[tuple[str, bool, int, str]]] = {
+    "data parallel": [("dp=4", True, 0, "none")],
+    "tensor parallel": [("tp=2", False, 0, "none"), ("tp=4", False, 0, "none")],
+    "tensor + sequence parallel": [("tp=2", True, 0, "none"), ("tp=4", True, 0, "none")],
+    "data + tensor parallel": [("dp=2,tp=2", False, 0, "none")],
+    "data + tensor + sequence parallel": [("dp=2,tp=2", True, 0, "none")],
 }
-Key = tuple[str, str, bool]
+for mesh, strategies in zip(
+    ZERO_MESHES, ("data parallel", "data + tensor + sequence parallel"), strict=True
+):
+    for stage in STAGES:
+        name = f"{strategies}, ZeRO {stage}, accumulation"
+        COMBINATIONS[name] = [(mesh, True, stage, "none")]
+    COMBINATIONS[f"{name}, recompute"] = [(mesh, True, 3, "block")]
+SIGNS = {None: "?", True: "yes", False: "NO"}
+OTHERS = ("dp=2,tp=2", True, 3, "none")  # what the other models are tried on
 
 
-def read(path: str) -> tuple[dict[Key, bool], dict[str, int], dict[str, str]]:
-    """Passed or not by (model, mesh, sequence parallel); fallback ops; why a model was refused."""
-    passed: dict[Key, bool] = {}
+def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[str, str]]:
+    """Passed or not by case; fallback ops by architecture; why an architecture was refused."""
+    passed: dict[Case, bool] = {}
     fallbacks: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for case in ElementTree.parse(path).iter("testcase"):
-        found = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-        if "model" not in found:
+    for test in ElementTree.parse(path).iter("testcase"):
+        found = {p.get("name", ""): p.get("value", "") for p in test.iter("property")}
+        if "kind" not in found:
             continue
-        kind = found["model"]
-        failed = case.find("failure") is not None or case.find("error") is not None
-        key = (kind, found["mesh"], found["sequence"] == "True")
-        passed[key] = passed.get(key, True) and not failed and "refused" not in found
+        case = Case(
+            found["kind"],
+            found["mesh"],
+            found["sequence_parallel"] == "True",
+            int(found["zero"]),
+            found["recompute"],
+        )
+        failed = test.find("failure") is not None or test.find("error") is not None
+        passed[case] = passed.get(case, True) and not failed and "refused" not in found
         if "refused" in found:
-            refused[kind] = found["refused"]
+            refused[case.kind] = found["refused"]
         if "fallbacks" in found:
-            fallbacks[kind] = max(fallbacks.get(kind, 0), int(found["fallbacks"]))
+            fallbacks[case.kind] = max(fallbacks.get(case.kind, 0), int(found["fallbacks"]))
     return passed, fallbacks, refused
 
 
-def cell(passed: dict[Key, bool], kind: str, mesh: str) -> str:
-    """With sequence parallelism / without (one sign for a mesh that has no tp)."""
-    options = (True, False) if "tp" in mesh else (True,)
-    results = [passed.get((kind, mesh, sp)) for sp in options]
-    return " / ".join({None: "?", True: "yes", False: "NO"}[r] for r in results)
+def signs(passed: dict[Case, bool], cases: list[Case]) -> str:
+    return " / ".join(SIGNS[passed.get(case)] for case in cases)
+
+
+def row(passed: dict[Case, bool], kind: str) -> list[str]:
+    """With sequence parallelism / without (one sign for a mesh that has no tp); then stages."""
+    plain = [
+        [Case(kind, mesh, sp) for sp in ((True, False) if "tp" in mesh else (True,))]
+        for mesh in MESHES
+    ]
+    stages = [[Case(kind, mesh, zero=stage) for stage in STAGES] for mesh in ZERO_MESHES]
+    return [kind, *(signs(passed, cases) for cases in plain + stages)]
 
 
 def tables(path: str) -> str:
     passed, fallbacks, refused = read(path)
-    rows = [
-        [kind, *(cell(passed, kind, m) for m in MESHES), fallbacks.get(kind, "?")] for kind in TYPES
-    ]
+    stages = " / ".join(map(str, STAGES))
+    headers = ["architecture", *MESHES, *(f"{mesh}, ZeRO {stages}" for mesh in ZERO_MESHES)]
     architectures = tabulate(
-        rows, headers=["architecture", *MESHES, "fallback ops"], tablefmt="github"
+        [[*row(passed, kind), fallbacks.get(kind, "?")] for kind in TYPES],
+        headers=[*headers, "fallback ops"],
+        tablefmt="github",
     )
     counted = []
-    for name, cases in COMBINATIONS.items():
-        results = [passed.get((kind, *case), False) for kind in TYPES for case in cases]
-        meshes = ", ".join(mesh for mesh, _ in cases)
+    for name, options in COMBINATIONS.items():
+        kinds = RECOMPUTED if "block" in options[0] else TYPES
+        results = [passed.get(Case(kind, *each), False) for kind in kinds for each in options]
+        meshes = " and ".join(mesh for mesh, *_ in options)
         counted.append([name, meshes, f"{sum(results)} of {len(results)}"])
     combinations = tabulate(counted, headers=["strategies", "meshes", "equal"], tablefmt="github")
-    others = sorted({kind for kind, *_ in passed} - set(TYPES))
-    work = [k for k in others if passed[k, "dp=2,tp=2", True]]
+    others = sorted({case.kind for case in passed} - set(TYPES))
+    work = [kind for kind in others if passed.get(Case(kind, *OTHERS), False)]
     lines = [
-        "With sequence parallelism / without. `yes`: loss, outputs, every gradient, the clip norm",
-        "and every parameter after two AdamW steps agree with one device to 1e-9 in float64.",
+        "Columns of a mesh: with sequence parallelism / without, and no ZeRO. Columns of ZeRO: its",
+        "stages, with sequence parallelism and the gradients of two batches added up a step.",
+        "`yes`: loss, outputs, every gradient, the clip norm and every parameter after two AdamW",
+        "steps agree with one device to 1e-9 in float64.",
         "",
         architectures,
         "",
         combinations,
         "",
         f"Of the {len(others)} other causal language models of transformers 5.24 that the tests",
-        f"build, {len(work)} agree on `dp=2,tp=2` with sequence parallelism. The others are",
-        "refused by name:",
+        f"build, {len(work)} agree on `dp=2,tp=2` with sequence parallelism and ZeRO 3. The others",
+        "are refused by name:",
         "",
         *(f"* `{k}`: {_short(refused[k])}" for k in others if k in refused),
     ]

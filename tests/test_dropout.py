@@ -34,7 +34,7 @@ def masks(mesh: str, seed: int, times: int = 1) -> list[dict[str, torch.Tensor]]
     given = [m.arguments((), split_batch(program, {"x": x}, r)) for r, m in enumerate(ranks)]
     torch.manual_seed(seed)
     for _ in range(times):
-        results = simulate(program.graph, program.mesh, given)
+        results = simulate(program.graph, program.mesh, given, [m.units for m in ranks])
     return [
         {name: out != 0 for name, out in zip(program.output_names, result, strict=False)}
         for result in results

@@ -8,6 +8,7 @@ from compare import difference
 from zoo import batch, tiny, tiny_config
 
 from autoshard import CaptureError, MeshSpec, ShardingError, autoshard, collectives, verify
+from passes import tensor_parallel
 
 
 def proved(model, mesh, inputs, **options):
@@ -523,3 +524,47 @@ def test_an_op_that_checks_its_result_is_named():
     with pytest.raises(CaptureError) as error:
         autoshard(Solving(), {"tp": 2}, example_inputs={"x": torch.randn(4, 16)})
     assert "linalg.solve" in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("threshold", [0, tensor_parallel.THRESHOLD])
+def test_slices_of_what_turns_out_to_repeat_later(threshold, times, mesh, monkeypatch):
+    """The tied weight makes the sliced width a product, after the slices made it a concatenation:
+    every slice then still starts where the model says."""
+
+    class Rotated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(24, 32)
+
+        def forward(self, ids):
+            x, size = self.embed(ids), 32 // times
+            slices = [x[..., k * size : (k + 1) * size] for k in range(times)]
+            x = torch.cat([k * part for k, part in enumerate(slices, 1)][::-1], -1)
+            repeated = x.chunk(times, -1)[0].repeat(1, 1, times)
+            return torch.nn.functional.linear(repeated, self.embed.weight).square().mean()
+
+    monkeypatch.setattr(tensor_parallel, "THRESHOLD", threshold)
+    proved(Rotated(), mesh, {"ids": torch.randint(24, (4, 8))})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "var", "std", "mean"])
+def test_moments_over_features_of_which_a_part_is_cut(kind, mesh):
+    """The split makes the features a concatenation; a part that is not cut counts once only."""
+
+    class Halved(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            if kind in ("layer_norm", "rms_norm"):
+                x = getattr(torch.nn.functional, kind)(x, (16,))
+            else:
+                x = x / (1 + getattr(x, kind)(-1, keepdim=True) ** 2)
+            return self.head(x.chunk(2, -1)[0].repeat(1, 1, 2)).square().mean()
+
+    proved(Halved(), mesh, {"ids": torch.randint(24, (4, 8))})

@@ -51,7 +51,7 @@ def outputs(ranks, inputs):
     rows = [split_batch(program, inputs, r) for r in range(len(ranks))]
     arguments = [m.arguments((), rows[r]) for r, m in enumerate(ranks)]
     with torch.no_grad():
-        results = simulate(program.graph, program.mesh, arguments)
+        results = simulate(program.graph, program.mesh, arguments, [m.units for m in ranks])
     step = program.mesh.mesh.size("tp")
     return {
         name: results[0][i]

@@ -231,6 +231,8 @@ class Case:
     sequence_parallel: bool = True
     tied: bool = False
     eager: bool = False
+    zero: int = 0
+    recompute: str = "none"
 
 
 class Model(nn.Module):
@@ -294,6 +296,8 @@ def random_case(chance: random.Random) -> Case:
         chance.random() < 0.6,
         chance.random() < 0.2,
         chance.random() < 0.4,
+        chance.choice([0, 3]),
+        chance.choice(["none", "block"]),
     )
 
 
@@ -316,6 +320,8 @@ def outcome(case: Case) -> str:
             example_inputs={"ids": ids},
             steps=1,
             sequence_parallel=case.sequence_parallel,
+            zero=case.zero,
+            recompute=case.recompute,
         )
     except AutoshardError as error:
         return f"refused: {error}"
@@ -341,6 +347,8 @@ def smallest(case: Case) -> Case:
         plainer += [replace(case, tied=False)] if case.tied else []
         plainer += [replace(case, eager=False)] if case.eager else []
         plainer += [replace(case, sequence_parallel=False)] if case.sequence_parallel else []
+        plainer += [replace(case, zero=0)] if case.zero else []
+        plainer += [replace(case, recompute="none")] if case.recompute != "none" else []
         plainer += [replace(case, loss="mean square")] if case.loss != "mean square" else []
         plainer += [
             replace(case, steps=(*case.steps[:i], (s[0], False, *s[2:]), *case.steps[i + 1 :]))

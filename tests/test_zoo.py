@@ -1,8 +1,8 @@
 """Architectures of `transformers` on meshes, all ranks in this process, against one device.
 
-Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and on ``tp=2`` without, and a few cases of
-the rest that change every day (``AUTOSHARD_DAY=2026-01-31`` brings a day back). ``--slow`` runs the
-full matrix.
+Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and ZeRO 3, and on ``tp=2`` with neither;
+and a few cases of the rest that change every day (``AUTOSHARD_DAY=2026-01-31`` brings a day back).
+``--slow`` runs the full matrix. Every case with a ZeRO stage adds up two batches a step.
 """
 
 import os
@@ -10,19 +10,12 @@ import random
 from datetime import date
 
 import pytest
-from zoo import TYPES, batch, tiny
+from zoo import RECOMPUTED, TYPES, Case, batch, tiny
 
 from autoshard import autoshard, verify
 from autoshard.errors import CaptureError, ShardingError
 
-QUICK = [("dp=2,tp=2", True), ("tp=2", False)]
-REST = [
-    ("tp=2", True),
-    ("tp=4", True),
-    ("tp=4", False),
-    ("dp=4", True),
-    ("dp=2,tp=2", False),
-]
+DATA_MESHES = ("dp=4", "dp=2,tp=2")  # those on which ZeRO has something to share out
 DENSE_DECODERS = """
 gpt2 llama mistral qwen3 phi3 bloom opt gptj starcoder2 gemma2 olmo2 stablelm granite cohere
 falcon gpt_bigcode glm4
@@ -44,44 +37,65 @@ roformer rwkv sarvam_mla sarvam_moe seed_oss smollm3 solar_open trocr vaultgemma
 xlm xlm-roberta xlm-roberta-xl youtu zaya
 """.split()
 
-SLOW = [(kind, mesh, sp) for mesh, sp in REST for kind in TYPES]
+QUICK = [Case(kind, "dp=2,tp=2", zero=3) for kind in TYPES]
+QUICK += [Case(kind, "tp=2", sequence_parallel=False) for kind in TYPES]
+WITHOUT_ZERO = [
+    Case(kind, mesh, sequence_parallel)
+    for mesh, sequence_parallel in (
+        ("tp=2", True),
+        ("tp=4", True),
+        ("tp=4", False),
+        ("dp=4", True),
+        ("dp=2,tp=2", True),
+        ("dp=2,tp=2", False),
+    )
+    for kind in TYPES
+]
+WITH_ZERO = [
+    Case(kind, mesh, zero=stage) for mesh in DATA_MESHES for stage in (1, 2, 3) for kind in TYPES
+]
+WITH_ZERO += [
+    Case(kind, mesh, zero=3, recompute="block") for mesh in DATA_MESHES for kind in RECOMPUTED
+]
+WITH_ZERO = [case for case in WITH_ZERO if case not in QUICK]
 DAY = date.fromisoformat(os.environ.get("AUTOSHARD_DAY", date.today().isoformat()))
 CHANCE = random.Random(DAY.toordinal())
-TODAY = CHANCE.sample(SLOW, 5)
+TODAY = CHANCE.sample(WITHOUT_ZERO, 5) + CHANCE.sample(WITH_ZERO, 5)
 OTHERS_TODAY = CHANCE.sample(OTHERS, 3)
 
 
-def name_of(case) -> str:
-    kind, mesh, sequence_parallel = case
-    return f"{kind}-{mesh}-{'sp' if sequence_parallel else 'no_sp'}"
-
-
-def proved(record, kind: str, mesh: str, sequence_parallel: bool, steps: int = 2) -> None:
+def proved(record, case: Case, steps: int = 2) -> None:
     """Agrees with one device; `tests/readme_tables.py` reads what is recorded here."""
-    for name, value in (("model", kind), ("mesh", mesh), ("sequence", sequence_parallel)):
+    for name, value in case._asdict().items():
         record(name, value)
     report = verify(
-        tiny(kind), mesh, example_inputs=batch(), steps=steps, sequence_parallel=sequence_parallel
+        tiny(case.kind),
+        case.mesh,
+        example_inputs=batch(),
+        steps=steps,
+        sequence_parallel=case.sequence_parallel,
+        zero=case.zero,
+        accumulate=case.accumulate,
+        recompute=case.recompute,
     )
     record("fallbacks", len(report.sharded.program.fallbacks))
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(("mesh", "sequence_parallel"), QUICK, ids=lambda v: str(v))
-@pytest.mark.parametrize("kind", TYPES)
-def test_trains_like_one_device(kind, mesh, sequence_parallel, record_property):
-    proved(record_property, kind, mesh, sequence_parallel)
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_trains_like_one_device(case, record_property):
+    proved(record_property, case)
 
 
-@pytest.mark.parametrize("case", TODAY, ids=name_of)
+@pytest.mark.parametrize("case", TODAY, ids=str)
 def test_todays_sample_trains_like_one_device(case, record_property):
-    proved(record_property, *case)
+    proved(record_property, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=name_of)
+@pytest.mark.parametrize("case", WITHOUT_ZERO + WITH_ZERO, ids=str)
 def test_full_matrix_trains_like_one_device(case, record_property):
-    proved(record_property, *case)
+    proved(record_property, case)
 
 
 @pytest.mark.parametrize("kind", DENSE_DECODERS)
@@ -92,7 +106,7 @@ def test_no_fallback_in_a_dense_decoder(kind):
 
 def works_or_says_why(record, kind: str) -> None:
     try:
-        proved(record, kind, "dp=2,tp=2", True, steps=1)
+        proved(record, Case(kind, "dp=2,tp=2", zero=3), steps=1)
     except (CaptureError, ShardingError) as error:
         text = str(error)
         record("refused", text)

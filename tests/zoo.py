@@ -2,14 +2,15 @@
 
 `tiny(model_type)` builds the causal LM of that type with every size shrunk, so that a forward and
 backward pass takes milliseconds; nothing is downloaded. `batch()` makes token ids and labels whose
-rows hold different numbers of real tokens, so that a mean of means shows.
+rows hold different numbers of real tokens, so that a mean of means shows. A `Case` is what is
+tried: an architecture, a mesh and the options of the compiler.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -26,6 +27,28 @@ TYPES = (
     "gpt2 llama mistral qwen3 phi3 bloom opt gptj starcoder2 gemma2 olmo2 stablelm mixtral "
     "qwen3_moe gpt_oss deepseek_v3 bert roberta mamba granite cohere falcon gpt_bigcode glm4"
 ).split()
+#: Those that are also tried with blocks computed again in backward.
+RECOMPUTED = ("llama", "gpt2", "mixtral", "bert")
+
+
+class Case(NamedTuple):
+    kind: str
+    mesh: str
+    sequence_parallel: bool = True
+    zero: int = 0
+    recompute: str = "none"
+
+    @property
+    def accumulate(self) -> int:
+        """Batches a step: what stages differ in shows with two."""
+        return 2 if self.zero else 1
+
+    def __str__(self) -> str:
+        parts = [self.kind, self.mesh, "sp" if self.sequence_parallel else "no_sp"]
+        parts += [f"zero{self.zero}"] if self.zero else []
+        parts += [self.recompute] if self.recompute != "none" else []
+        return "-".join(parts)
+
 
 #: What a config field is set to, where the config has it.
 SIZES = {

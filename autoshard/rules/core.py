@@ -21,6 +21,7 @@ class Typing:
     out: dims of the result, or a list of dims for several results.
     whole: dimensions that must not be cut in this op.
     summed: dimensions contracted away: cut, they leave a partial sum.
+    reduced: dimensions whose ranks' parts the local form itself adds up.
     fresh: dimensions that only the result has and that may be cut all the same (broadcasts).
     linear: a partial sum passes: ``"all"``: when every operand is one; ``"one"``: when one operand
         is; ``"first"``: when the first is. `passes.partition` sees that it occurs once.
@@ -39,6 +40,7 @@ class Typing:
     out: Any
     whole: list[Dim] = field(default_factory=list)
     summed: list[Dim] = field(default_factory=list)
+    reduced: list[Dim] = field(default_factory=list)
     fresh: list[Dim] = field(default_factory=list)
     linear: str = ""
     localize: Callable[..., Any] | None = None

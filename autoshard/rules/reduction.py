@@ -110,7 +110,7 @@ def normalize(t: Typer, node: fx.Node) -> Typing:
     if isinstance(node.meta["val"], (list, tuple)):
         kept = (*dims[: len(dims) - count], *([()] * count))
         return Typing([dims, kept, kept], whole=last)
-    return Typing(dims, localize=_normalize(dims[: len(dims) - count], last))
+    return Typing(dims, reduced=last, localize=_normalize(dims[: len(dims) - count], last))
 
 
 def _normalize(rows: Dims, last: list[Dim]) -> Any:
@@ -180,7 +180,9 @@ def batch_norm(t: Typer, node: fx.Node) -> Typing:
     training = "no_training" not in str(node.target) and bool(argument(node, 5, "training", True))
     if not training:
         return Typing(out)
-    return Typing(out, localize=_batch_norm(reduced, channel), whole=list(dims[2:]))
+    return Typing(
+        out, reduced=reduced, localize=_batch_norm(reduced, channel), whole=list(dims[2:])
+    )
 
 
 def norm_of_channels(t: Typer, node: fx.Node) -> Typing:
@@ -285,7 +287,7 @@ def variance(t: Typer, node: fx.Node) -> Typing:
         out = out if keep else local.emit(aten.squeeze.dims, out, at)
         return out if dtype == local.count_dtype() else local.emit(aten.to.dtype, out, dtype)
 
-    return Typing(_kept(dims, at, keep), localize=localize)
+    return Typing(_kept(dims, at, keep), reduced=reduced, localize=localize)
 
 
 def pool(t: Typer, node: fx.Node) -> Typing:

@@ -1,0 +1,86 @@
+"""The README's tables say what a file of test results says, and no more."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import readme_tables
+import test_zoo
+from zoo import Case
+
+
+def results(path, cases, failed=(), refused=()):
+    """A junit file as pytest writes it for these cases."""
+    suite = ElementTree.Element("testsuite")
+    for case in cases:
+        test = ElementTree.SubElement(suite, "testcase", name=str(case))
+        found = {**case._asdict(), "fallbacks": 0}
+        if case in refused:
+            found["refused"] = "pass 1 of 9, data_parallel: the batch\n  why: rows mix\n  fix: none"
+        properties = ElementTree.SubElement(test, "properties")
+        for name, value in found.items():
+            ElementTree.SubElement(properties, "property", name=name, value=str(value))
+        if case in failed:
+            ElementTree.SubElement(test, "failure")
+    ElementTree.SubElement(suite, "testcase", name="one that records nothing")
+    ElementTree.ElementTree(suite).write(path)
+    return str(path)
+
+
+MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO
+OTHERS = [Case(kind, *readme_tables.OTHERS) for kind in ("olmo", "jetmoe")]
+
+
+def cells(text, *start):
+    """The row of a table that starts with these cells; the cells after them."""
+    rows = [[c.strip() for c in r.strip("|").split("|")] for r in text.splitlines()]
+    (found,) = [row[len(start) :] for row in rows if row[: len(start)] == list(start)]
+    return found
+
+
+@pytest.fixture
+def everything(tmp_path):
+    path = results(
+        tmp_path / "results.xml",
+        MATRIX + OTHERS,
+        failed=[Case("llama", "dp=4", zero=2), Case("gpt2", "tp=2", sequence_parallel=False)],
+        refused=[Case("jetmoe", *readme_tables.OTHERS)],
+    )
+    return readme_tables.tables(path)
+
+
+def test_the_full_matrix_fills_both_tables(everything):
+    assert "?" not in everything
+    assert cells(everything, "glm4") == [
+        *("yes / yes", "yes / yes", "yes", "yes / yes"),
+        *("yes / yes / yes", "yes / yes / yes", "0"),
+    ]
+
+
+def test_a_failure_shows_where_it_is(everything):
+    assert cells(everything, "llama")[4:6] == ["yes / NO / yes", "yes / yes / yes"]
+    assert cells(everything, "gpt2")[0] == "yes / NO"
+
+
+def test_combinations_are_counted(everything):
+    whole = "data + tensor + sequence parallel"
+    for strategies, meshes, want in (
+        ("data parallel", "dp=4", "24 of 24"),
+        ("tensor parallel", "tp=2 and tp=4", "47 of 48"),
+        ("data parallel, ZeRO 2, accumulation", "dp=4", "23 of 24"),
+        (f"{whole}, ZeRO 3, accumulation", "dp=2,tp=2", "24 of 24"),
+        (f"{whole}, ZeRO 3, accumulation, recompute", "dp=2,tp=2", "4 of 4"),
+    ):
+        assert cells(everything, strategies, meshes) == [want]
+
+
+def test_other_models_are_counted_and_the_refused_named(everything):
+    assert "Of the 2 other causal" in everything and "build, 1 agree" in everything
+    assert "* `jetmoe`: the batch (rows mix)" in everything
+
+
+def test_what_was_not_run_is_a_question_and_not_counted(tmp_path):
+    path = results(tmp_path / "results.xml", [Case("llama", "dp=4", zero=3)])
+    text = readme_tables.tables(path)
+    assert cells(text, "llama")[4:6] == ["? / ? / yes", "? / ? / ?"]
+    assert cells(text, "data parallel, ZeRO 3, accumulation", "dp=4") == ["1 of 24"]
+    assert cells(text, "data parallel, ZeRO 2, accumulation", "dp=4") == ["0 of 24"]
