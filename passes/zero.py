@@ -4,8 +4,8 @@ Requires: a partitioned graph. Gives: parameters of which each rank along the ze
 piece of dim 0, and a graph that gathers them, a segment at a time, one segment ahead of use.
 
     before:  h = linear(x, w1); ...; y = linear(h, w2)              w1, w2 in layers.0 and layers.1
-    after:   g1 = start_gather([w1], dp)
-             v1 = wait_gather(g1); g2 = start_gather([w2], dp); h = linear(x, v1); release(g1); ...
+    after:   g1 = start_gather([w1], dp); g2 = start_gather([w2], dp)
+             v1 = wait_gather(g1); h = linear(x, v1); release(g1); ...
              v2 = wait_gather(g2); y = linear(h, v2)
 
 The gradient of a `wait_gather` is the reduction of its weights' gradients. Stages differ in what is
@@ -121,11 +121,11 @@ class Zero(Pass):
             with program.graph.inserting_before(waits[i]):
                 if i == 0:
                     self._start(program, units, shards, started)
+                if i + 1 < len(made):  # it sets out when this segment's have arrived
+                    self._start(program, made[i + 1], shards, started)
                 for unit in units:
                     wait = _wait(program, unit, started[unit.name], shards, segment_reads)
                     _note_collectives(program, unit, started[unit.name], wait)
-                if i + 1 < len(made):  # while this segment is computed
-                    self._start(program, made[i + 1], shards, started)
             frees = not self._keeps and self.reshard and i + 1 < len(order)
             if frees:
                 with program.graph.inserting_after(parts[at].nodes[-1]):

@@ -202,7 +202,9 @@ def groups_of(program: Program, rank: int) -> set[tuple[str, ...]]:
 
 
 def start_gather(shards: list[torch.Tensor], link: Any, unit: Any) -> Any:
-    """Begin to gather the weights of a unit, without waiting for them. ``unit``: a `Weights`."""
+    """Have the weights of a unit gathered, without waiting for them: they set out when those that
+    the graph waits for next have arrived, so that no more than two segments are there at a time.
+    ``unit``: a `Weights`."""
     return unit.start(shards)
 
 
@@ -279,7 +281,7 @@ class Weights:
     def start(self, shards: list[torch.Tensor]) -> Gathering:
         gathering = Gathering(self, shards, self.store.running)
         if not self.unit.keep or any(name in self.store.stale for name in self.names):
-            gathering.start()
+            gathering.forward.queue.append(gathering)
         return gathering
 
     def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
@@ -377,13 +379,16 @@ class Gathering:
         """The weights, for an op of the graph; once more when a block is computed again."""
         again, self.seen = self.seen, True
         if grad and not again:
-            self.forward.read(self)
+            self.forward.order.append(self)
         if self.unit.keep:
-            return self._kept()
+            weights = self._kept()
+            self.forward.set_out()
+            return weights
         if again:
             self.forward.reopen(self)
         else:
             self.open()
+            self.forward.set_out()
         assert self.buffer is not None
         if grad and not again:
             address = self.buffer.untyped_storage().data_ptr()
@@ -484,12 +489,17 @@ class Forward:
         self.store = store
         self.alone = alone  # the loss is the graph's own: ranks have gradients for the same weights
         self.order: list[Gathering] = []
+        self.queue: list[Gathering] = []  # asked for, not yet on their way
         self.live: dict[int, Gathering] = {}  # by the address of their weights
         self.weights: set[int] = set()  # all these addresses
         self._at = -1  # the segment that backward is in
 
-    def read(self, gathering: Gathering) -> None:
-        self.order.append(gathering)
+    def set_out(self) -> None:
+        """Begin to gather what is asked for next."""
+        queue, self.queue = self.queue, []
+        for gathering in queue:
+            if not gathering.seen:
+                gathering.start()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps for a tensor that it saves."""
