@@ -59,6 +59,14 @@ def autoshard(
     example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out. Rows of
     this rank for a DeviceMesh, of the global batch for the others; two at least, to stay dynamic.
     sequence_parallel: also cut tokens over tp between its linears.
+    zero: 0 to 3; over the data axes, 1 shares out optimizer states, 2 gradients too, 3 parameters
+    too, gathered a block at a time. ``parameters()`` are then pieces of dim 0. zero_axes: the data
+    axes to do so over (all, when None). reshard_after_forward: stage 3 frees weights between
+    forward and backward.
+    offload: parameters, gradients and optimizer states are in host memory.
+    param_dtype: the type of weights, of what is computed from them, and of floating inputs; the
+    parameters themselves keep theirs. reduce_dtype: that of gradients on their way (default: the
+    parameters' own).
     recompute: "block" keeps only the inputs of blocks (layers that repeat) for backward, which
     computes the rest again; "none" keeps all.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
@@ -93,12 +101,13 @@ def autoshard(
             "reshard_after_forward": reshard_after_forward,
             "offload": offload,
             "recompute": recompute,
-            "reduce_dtype": None if reduce_dtype is None else str(reduce_dtype).split(".")[-1],
+            "reduce_dtype": reduce_dtype and str(reduce_dtype).rpartition(".")[2],
         },
     )
 
     def compile_() -> Program:
         _refuse_what_is_no_model(model)
+        _refuse_what_is_no_type(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _refuse_what_is_not_built(spec, options)
         return source.program(model.training)
 
@@ -251,6 +260,24 @@ def _refuse_what_is_no_model(model: Any) -> None:
                 f"got {type(model).__name__} {model!r:.80}",
                 "it must be a torch.nn.Module",
                 "pass the model itself, made and in the mode it is to run in",
+            )
+        )
+
+
+def _refuse_what_is_no_type(**given: Any) -> None:
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point)
+    ]
+    if wrong:
+        raise ShardingError(
+            message(
+                "autoshard",
+                ", ".join(f"option {text}" for text in wrong),
+                "got what is no floating torch.dtype",
+                "weights and gradients are floating numbers",
+                "pass torch.bfloat16, torch.float32, ..., or leave the option out",
             )
         )
 

@@ -68,6 +68,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         sequence_parallel=arguments.sequence_parallel,
         strict=arguments.strict,
+        zero=arguments.zero,
         recompute=arguments.recompute,
     )
     say("making tables")
@@ -90,6 +91,7 @@ def prove(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
         strict=arguments.strict,
+        zero=arguments.zero,
         recompute=arguments.recompute,
     )
     print(report.table(limit=None if arguments.all else 0), report.verdict, sep="\n\n")
@@ -291,6 +293,9 @@ def _add_model(command: Any) -> None:
         dest="sequence_parallel",
         action="store_false",
         help="do not cut the sequence over tp",
+    )
+    command.add_argument(
+        "--zero", type=int, default=1, choices=range(4), help="the stage, over the data axes"
     )
     command.add_argument(
         "--recompute",
