@@ -35,7 +35,7 @@ from autoshard.emit import bound, loss_graph
 from autoshard.outline import Run, runs
 from autoshard.program import Program
 from autoshard.runtime import rng
-from autoshard.runtime.zero import entries
+from autoshard.runtime.sections import entries
 from autoshard.shapes import stated
 
 

@@ -22,7 +22,7 @@ from autoshard.objective import no_loss
 from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
-from autoshard.runtime import checks, gather, optimizers, rng, zero
+from autoshard.runtime import checks, gather, optimizers, rng, sections, zero
 from autoshard.runtime.buckets import Reducer
 
 LINKED = {
@@ -114,7 +114,7 @@ def bound(
 def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
     """Every set of mesh sub-axes that some collective runs over, in an order all ranks share."""
     axes = program.mesh.axes
-    found = {tuple(c.axes) for c in program.conversions} | zero.groups_of(program, rank)
+    found = {tuple(c.axes) for c in program.conversions} | sections.groups_of(program, rank)
     in_units = {key for unit in program.units.values() for key in unit.keys}
     for key, parameter in program.values.items():
         if key not in in_units:

@@ -23,7 +23,8 @@ import torch
 from autoshard.cost import local_numel, shard_numel
 from autoshard.program import Program, Unit
 from autoshard.runtime import optimizers
-from autoshard.runtime.zero import entries, release
+from autoshard.runtime.sections import entries
+from autoshard.runtime.zero import release
 
 #: Numbers of its own that AdamW keeps of an element.
 STATES = 2

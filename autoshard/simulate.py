@@ -19,7 +19,7 @@ from autoshard.emit import LINKED
 from autoshard.mesh import SubMesh
 from autoshard.outline import Run, runs
 from autoshard.program import Parameter
-from autoshard.runtime import gather, rng, zero
+from autoshard.runtime import gather, rng, sections, zero
 
 
 class _Lockstep(torch.autograd.Function):
@@ -64,12 +64,12 @@ class _Gathered(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         count = len(units[0].entries)
         by_rank = [list(shards[r * count : (r + 1) * count]) for r in range(len(units))]
-        sections = [_section(unit, own) for unit, own in zip(units, by_rank, strict=True)]
+        packed = [_section(unit, own) for unit, own in zip(units, by_rank, strict=True)]
         out = []
         for r, unit in enumerate(units):
-            flat = torch.cat([sections[p] for p in mesh.peers(r, unit.unit.axes)])
+            flat = torch.cat([packed[p] for p in mesh.peers(r, unit.unit.axes)])
             wholes = [flat.new_empty(e.shape) for e in unit.entries]
-            zero.unpack(unit.entries, flat, unit.ranks, wholes)
+            sections.unpack(unit.entries, flat, unit.ranks, wholes)
             out += wholes
         frozen = [not e.parameter.trainable for unit in units for e in unit.entries]
         ctx.mark_non_differentiable(*itertools.compress(out, frozen))
@@ -98,7 +98,7 @@ class _Gathered(torch.autograd.Function):
 
 def _section(unit: Any, shards: list[torch.Tensor]) -> torch.Tensor:
     empty = torch.zeros(unit.numel, dtype=unit.unit.dtype)
-    return zero.pack(unit.entries, shards, empty)
+    return sections.pack(unit.entries, shards, empty)
 
 
 def sum_over_ranks(parameter: Parameter, mesh: SubMesh, wholes: list[torch.Tensor]) -> None:

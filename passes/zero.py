@@ -29,7 +29,8 @@ from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Conversion, Program, Unit, copied
-from autoshard.runtime.zero import entries, release, start_gather, trainable, wait_gather
+from autoshard.runtime.sections import entries, trainable
+from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.segments import Segment, segments
 
 STAGES = (0, 1, 2, 3)
