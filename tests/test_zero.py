@@ -78,6 +78,7 @@ LOOPS = {
     "one by one": {"optimizer": "one by one"},
     "writes to data": {"optimizer": "writes to data"},
     "outside": {"outside": True, "accumulate": 2},
+    "frozen later": {"frozen": "squeeze", "accumulate": 2},
     "offload": {"offload": True, "accumulate": 2, "to_none": False},
 }
 FORWARD = {"zero": 3, "reshard_after_forward": False, "accumulate": 2}

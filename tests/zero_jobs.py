@@ -135,14 +135,18 @@ def train(
     to_none: bool = True,
     grouped: bool = False,
     outside: bool = False,
+    frozen: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Three steps. ``outside``: the loss goes backward from the module's outputs."""
+    """Three steps. ``outside``: the loss goes backward from the module's outputs; ``frozen``: a
+    part of the names of parameters that are frozen once the module is made."""
     model, inputs = made(name)
     if mesh is not None:
         with InFloat64():
             model = gloo.shard(mesh, model, inputs, **options)
         inputs = rows_of(mesh, inputs)
+    for n, p in model.named_parameters():
+        p.requires_grad_(not frozen or frozen not in n)
     parameters: Any = list(model.parameters())
     if grouped:  # as recipes do: by rank of the tensor and by name
         named = dict(model.named_parameters())

@@ -166,4 +166,4 @@ def scale_gradients(module: Any, norm: torch.Tensor, max_norm: float) -> None:
     for key in module.program.parameters():
         grad = module.tensor(key).grad
         if grad is not None:
-            grad.mul_(factor.to(grad.dtype))
+            grad.mul_(factor.to(grad.device, grad.dtype))

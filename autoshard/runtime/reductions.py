@@ -48,7 +48,7 @@ class Reductions:
         weights = gathering.weights
         if gathering.unit.whole_gradients and not self.store.syncing:
             for entry, grad in zip(weights.trainable, grads, strict=True):
-                if grad is not None:
+                if grad is not None and self.store.shards[entry.parameter.name].requires_grad:
                     self._accumulate(gathering, entry, grad)
             return
         forward = gathering.forward
@@ -237,6 +237,8 @@ class Reductions:
 
 
 def _give(shard: nn.Parameter, part: torch.Tensor) -> None:
+    if not shard.requires_grad:  # it was frozen after the module was made
+        return
     if shard.grad is None:
         shard.grad = part
     else:
