@@ -146,7 +146,8 @@ def train(
             model = gloo.shard(mesh, model, inputs, **options)
         inputs = rows_of(mesh, inputs)
     for n, p in model.named_parameters():
-        p.requires_grad_(not frozen or frozen not in n)
+        if frozen and frozen in n:
+            p.requires_grad_(False)
     parameters: Any = list(model.parameters())
     if grouped:  # as recipes do: by rank of the tensor and by name
         named = dict(model.named_parameters())
