@@ -88,7 +88,7 @@ def measured(module: Any, *args: Any, **kwargs: Any) -> int:
     buffers stay as they are; random numbers are drawn. All ranks must call it."""
     mode, store = module._running, module._store
     arguments = module.arguments(args, kwargs)
-    with store.forward(alone=True), (recorder := Recorder()):
+    with store.forward(own_loss=True), (recorder := Recorder()):
         results = (mode.loss_module or mode.graph_module)(*arguments)
     held = _storages([*arguments, *store.kept.values()])
     found = {s.storage._cdata: s.storage for s in recorder.saved()}
@@ -162,7 +162,7 @@ class _Unit:
         self.weights, self.entries = self, entries(self.unit, program, 0)
         self.storages: dict[int, Any] = {}
 
-    def start(self, shards: list[torch.Tensor]) -> _Unit:
+    def start(self) -> _Unit:
         return self
 
     def read(self, grad: bool) -> list[torch.Tensor]:

@@ -97,7 +97,7 @@ def autoshard(
             "sequence_parallel": sequence_parallel,
             "strict": strict,
             "zero": zero,
-            "zero_axes": zero_axes,
+            "zero_axes": (zero_axes,) if isinstance(zero_axes, str) else zero_axes,
             "reshard_after_forward": reshard_after_forward,
             "offload": offload,
             "recompute": recompute,
@@ -264,11 +264,14 @@ def _refuse_what_is_no_model(model: Any) -> None:
         )
 
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def _refuse_what_is_no_type(**given: Any) -> None:
     wrong = [
         f"{name}={value!r}"
         for name, value in given.items()
-        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point)
+        if value is not None and value not in FLOATS
     ]
     if wrong:
         raise ShardingError(

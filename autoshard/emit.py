@@ -114,7 +114,7 @@ def bound(
 def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
     """Every set of mesh sub-axes that some collective runs over, in an order all ranks share."""
     axes = program.mesh.axes
-    found = {tuple(c.axes) for c in program.conversions} | sections.groups_of(program, rank)
+    found = {tuple(c.axes) for c in program.conversions}
     in_units = {key for unit in program.units.values() for key in unit.keys}
     for key, parameter in program.values.items():
         if key not in in_units:
@@ -131,21 +131,27 @@ def _timeout(device: torch.device) -> Any:
 
 
 def make_groups(
-    program: Program, rank: int, known: dict[tuple[int, ...], Any], device: torch.device
+    program: Program,
+    rank: int,
+    wanted: Iterable[tuple[str, ...]],
+    known: dict[Any, Any],
+    device: torch.device,
+    purpose: str = "",
 ) -> dict[tuple[str, ...], Any]:
-    """This rank's process group for every set of mesh axes. Only a group's own ranks make it, in
-    one order of axes: no rank waits for groups that it is not in. ``known`` keeps them by their
-    ranks, for the next program. They wait as long for a rank as the default group does."""
+    """This rank's process group for every set of mesh axes that is wanted. Only a group's own ranks
+    make it, in one order of axes: no rank waits for groups that it is not in. ``known`` keeps them
+    by ``purpose`` and ranks, for the next program. They wait as long for a rank as the default
+    group does."""
     import torch.distributed as dist
 
     mine = {}
-    for axes in needed_groups(program, rank):
+    for axes in wanted:
         ranks = tuple(program.mesh.peers(rank, axes))
-        if ranks not in known:
-            known[ranks] = dist.new_group(
+        if (purpose, ranks) not in known:
+            known[purpose, ranks] = dist.new_group(
                 list(ranks), timeout=_timeout(device), use_local_synchronization=True
             )
-        mine[axes] = known[ranks]
+        mine[axes] = known[purpose, ranks]
     return mine
 
 
@@ -238,7 +244,12 @@ class ShardedModule(nn.Module):
         groups = {}
         if self.live:
             assert self._device is not None
-            groups = make_groups(program, self.rank_index, self._groups_by_ranks, self._device)
+            wanted = needed_groups(program, self.rank_index)
+            known = (self._groups_by_ranks, self._device)
+            groups = make_groups(program, self.rank_index, wanted, *known)
+            sums = sorted(sections.gradient_groups(program, self.rank_index))
+            made = make_groups(program, self.rank_index, sums, *known, "gradients")
+            self._store.sums.update(made)
             self._groups = groups if program is self.program else self._groups
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
@@ -385,7 +396,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._checked_arguments(args, kwargs)
-        with self._store.forward(alone=False):
+        with self._store.forward(own_loss=False):
             results = self.graph_module(*arguments)
         self._update_buffers(results, self.running.buffer_updates)
         return self.structured(results)
@@ -440,7 +451,7 @@ class ShardedModule(nn.Module):
         if loss_module is None:
             raise no_loss("train_step", self.running)
         arguments = self._checked_arguments(args, kwargs)
-        with self._store.forward(alone=True):
+        with self._store.forward(own_loss=True):
             results = loss_module(*arguments)
         updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)
@@ -480,10 +491,32 @@ class ShardedModule(nn.Module):
         """The emitted graph as Python text, and that of every recomputed block."""
         return code_of(self.graph_module)
 
+    def weights_changed(self) -> None:
+        """Call on all ranks after parameters were written through ``.data`` outside of an
+        optimizer's step, which nothing can notice: weights kept whole are gathered again."""
+        self._store.stale.update(self._store.kept)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As `nn.Module.load_state_dict`, of this rank's own parts. Raises ShardingError for
+        ``assign``: other tensors in place of the parameters would not be gathered or reduced."""
+        if assign:
+            raise ShardingError(
+                message(
+                    "load_state_dict",
+                    "assign=True",
+                    f"{len(state_dict)} tensors",
+                    "gathers and reductions belong to the parameters that are there",
+                    "leave assign out, so that values are copied",
+                )
+            )
+        return super().load_state_dict(state_dict, strict)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's gradient is at most ``max_norm``;
-        returns that norm before scaling. Every parameter counts once."""
+        returns that norm before scaling. Every parameter counts once. Raises ShardingError while
+        gradients accumulated under `no_sync` are not reduced."""
+        self._store.reductions.refuse_unreduced("clip_grad_norm_")
         total = gather.squared_norm(self)
         if self.live:
             total = total.to(self._device)

@@ -76,7 +76,9 @@ def gathered_peak(program: Program) -> int:
     weights: dict[int, int] = {}
     moved: dict[int, int] = {}  # what arrives is not yet in its place
     for unit in program.units.values():
-        if unit.axes:
+        if not (
+            unit.keep and unit.dtype == program.values[unit.keys[0]].value.dtype and not unit.axes
+        ):
             found, ranks = entries(unit, program, 0), program.mesh.size(unit.axes)
             flat = ranks * sum(e.numel for e in found) * unit.dtype.itemsize
             alone = len(found) == 1 and not unit.keep  # it stays where it arrives

@@ -139,6 +139,8 @@ class Sizes:
         self.values: dict[Any, int] = {}  # symbol shown -> size captured, on one rank
         over = {m for a in program.assignments if a.axis.role == "batch" for m in a.mesh_axes}
         self.ranks = program.mesh.size(tuple(m for m in program.mesh.axes if m in over))
+        # on a live mesh a rank's own rows were captured, else those of all
+        self.captured_by = 1 if program.mesh.mesh.device_mesh is not None else self.ranks
         for node, dims in program.dims.items():
             if node.op == "placeholder" and node.name in program.inputs:
                 for axis in (axis for dim in dims for axis in atoms(dim)):
@@ -152,7 +154,7 @@ class Sizes:
         word = self.words[axis.size] = sympy.Symbol(name, integer=True, positive=True)
         if axis.size in hints:
             captured = hints[axis.size]
-            self.values[word] = -(-captured // self.ranks) if base == "batch" else captured
+            self.values[word] = -(-captured // self.captured_by) if base == "batch" else captured
 
     def local(self, size: Any) -> Any:
         """A size of this rank's graph, in words."""

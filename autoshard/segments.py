@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoshard.collectives import CONVERSIONS, TABLE
+
 
 @dataclass
 class Segment:
@@ -42,6 +44,17 @@ def segments(graph: fx.Graph) -> list[Segment]:
             following = out[i + 1].name if i + 1 < len(out) else ""
             segment.name = f"before {following}" if following else "the rest"
     return out
+
+
+def begins(segment: Segment) -> fx.Node:
+    """The node that a block begins with: a sum over ranks of what was made before it is not its
+    own."""
+    own = set(segment.nodes)
+    for node in segment.nodes:
+        kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
+        if kind is None or kind.source != "P" or not own.isdisjoint(node.all_input_nodes):
+            return node
+    return segment.nodes[0]
 
 
 class _Blocks:

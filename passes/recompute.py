@@ -22,12 +22,11 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.chain import Pass
-from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Program, shallow
 from autoshard.runtime.zero import start_gather, wait_gather
-from autoshard.segments import Segment, segments
+from autoshard.segments import Segment, begins, segments
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ def _calls(program: Program, segment: Segment) -> list[tuple[str, list[fx.Node]]
     waits = [i for i, n in enumerate(nodes) if n.target is wait_gather]
     if waits:
         return [(segment.name, nodes[waits[0] :])]
-    while nodes and _finishes(nodes[0], nodes):
-        nodes = nodes[1:]
+    if nodes:
+        nodes = nodes[nodes.index(begins(Segment(segment.name, True, nodes))) :]
     calls: dict[str, list[fx.Node]] = {}
     name = segment.name
     for node in nodes:
@@ -82,13 +81,6 @@ def _stays_outside(node: fx.Node, kept: set[str]) -> bool:
     if node.target is wait_gather:
         return node.args[2] in kept
     return node.target is start_gather
-
-
-def _finishes(node: fx.Node, block: list[fx.Node]) -> bool:
-    """Whether a collective sums what was made before the block."""
-    kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
-    sums = kind is not None and kind.source == "P"
-    return sums and set(block).isdisjoint(node.all_input_nodes)
 
 
 def _call(node: fx.Node, block: str) -> str | None:

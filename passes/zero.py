@@ -31,7 +31,7 @@ from autoshard.mesh import DATA_AXES
 from autoshard.program import Conversion, Program, Unit, copied
 from autoshard.runtime.sections import entries, trainable
 from autoshard.runtime.zero import release, start_gather, wait_gather
-from autoshard.segments import Segment, segments
+from autoshard.segments import Segment, begins, segments
 
 STAGES = (0, 1, 2, 3)
 
@@ -111,9 +111,11 @@ class Zero(Pass):
         shards = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
         order = sorted(readers)
         made = [self._units(program, parts[at], at, readers[at], moved) for at in order]
-        # before which node the weights of a segment are waited for
+        # before which node the weights of a segment are waited for: a block as a whole
         waits = [
-            min((n for users in readers[at].values() for n in users), key=first.__getitem__)
+            begins(parts[at])
+            if parts[at].block
+            else min((n for users in readers[at].values() for n in users), key=first.__getitem__)
             for at in order
         ]
         started: dict[str, fx.Node] = {}

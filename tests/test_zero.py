@@ -33,6 +33,22 @@ def dropped(mesh, to_none, options):
     return jobs.dropped(mesh, to_none, **options)
 
 
+def own_heads(mesh, options):
+    return jobs.own_heads(mesh, **options)
+
+
+def hooked(mesh, options):
+    return jobs.hooked(mesh, **options)
+
+
+def written(mesh, how, options):
+    return jobs.written(mesh, how, **options)
+
+
+def misused(mesh, how, options):
+    return jobs.refused(mesh, jobs.misused, how, **options)
+
+
 def asked(mesh, options):
     return jobs.asked(mesh, **options)
 
@@ -81,6 +97,8 @@ LOOPS = {
     "frozen later": {"frozen": "squeeze", "accumulate": 2},
     "offload": {"offload": True, "accumulate": 2, "to_none": False},
 }
+WRITTEN = ("data =", "no_grad", "told")
+MISUSED = ("graph of gradients", "assign", "clip", "step")
 FORWARD = {"zero": 3, "reshard_after_forward": False, "accumulate": 2}
 
 four = ranks_of(
@@ -116,6 +134,11 @@ pair = ranks_of(
     | {f"dropped {z} {n}": (dropped, n, {"zero": z}) for z in STAGES for n in (True, False)}
     | {f"asked {z}": (asked, {"zero": z}) for z in STAGES}
     | {"late 3": (late, {"zero": 3})}
+    | {f"own heads {z}": (own_heads, {"zero": z}) for z in STAGES}
+    | {f"hooked {z}": (hooked, {"zero": z}) for z in STAGES}
+    | {f"{how} {z}": (written, how, {"zero": z}) for how in WRITTEN for z in STAGES}
+    | {f"{how} 1": (misused, how, {"zero": 1}) for how in MISUSED}
+    | {"mixed scalar": (train, "uneven", {"zero": 3, "param_dtype": jobs.torch.float32})}
     | {f"adafactor {z}": (refused, "llama", {"optimizer": "adafactor", "zero": z}) for z in STAGES}
     | {"adafactor whole": (refused, "llama", {"optimizer": "adafactor", "zero": 0})}
     | {f"fp32 {z}": (curve, 40, {"zero": z}) for z in (0, *STAGES)}
@@ -298,3 +321,37 @@ def test_bytes_sent_are_those_of_the_papers(four):
         ("sent 3", 3 * whole - spared),
     ):
         assert all(sum(got["sent"].values()) == total for got in each(four, job)), job
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_go_backward_from_outputs_of_their_own(pair, stage):
+    want = jobs.own_heads(None)
+    for got in each(pair, f"own heads {stage}"):
+        for at, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert differences(mine, theirs) == {}, f"turn {at}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_see_what_is_accumulated(pair, stage):
+    want = jobs.hooked(None)
+    for got in each(pair, f"hooked {stage}"):
+        assert differences(got["gradients"], want["gradients"]) == {}
+        assert got["calls"] == want["calls"]
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_written_between_steps(pair, how, stage):
+    want = jobs.written(None, how)
+    for got in each(pair, f"{how} {stage}"):
+        assert not any(difference(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("how", MISUSED)
+def test_what_would_go_wrong_is_refused(pair, how):
+    for told in each(pair, f"{how} 1"):
+        assert len(told) == 1 and "ShardingError" in told[0] and "fix:" in told[0]
+
+
+def test_a_scalar_with_weights_of_another_type(pair):
+    assert all(len(got["loss"]) == 3 for got in each(pair, "mixed scalar"))

@@ -215,6 +215,113 @@ def two_heads(mesh, **options: Any) -> list[dict[str, Any]]:
     return out
 
 
+class Heads(nn.Module):
+    """A trunk and two heads, each a block, and each wider than it is long."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.Tanh()) for n in (12, 20))
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return {"left": self.heads[0](x), "right": self.heads[1](x)}
+
+
+#: From which head each of two data ranks goes backward, step by step.
+TURNS = [("left", "right"), ("right", "left"), ("right", "right"), ("left", "left")]
+
+
+def own_heads(mesh, **options: Any) -> list[dict[str, torch.Tensor]]:
+    """Data ranks go backward from heads of their own; an accumulation too."""
+    torch.manual_seed(0)
+    model, x = Heads().double(), hw.vectors(4, 8)["x"].double()
+    if mesh is not None:
+        model = gloo.shard(mesh, model, {"x": x}, **options)
+    out = []
+    for at, turn in enumerate(TURNS):
+        if mesh is None:
+            parts = zip(turn, x.chunk(2), strict=True)
+            losses = [model(rows)[head].square().mean() for head, rows in parts]
+            torch.stack(losses).mean().backward()
+            out.append(gradients_of(model))
+            continue
+        index = mesh.get_local_rank("dp")
+        with model.no_sync() if at == 2 else contextlib.nullcontext():
+            model(x=x.chunk(2)[index])[turn[index]].square().mean().backward()
+        out.append(detached(model.full_gradients()) if at != 2 else {})
+    if mesh is None:
+        out[2] = {}
+    return out
+
+
+def hooked(mesh, **options: Any) -> dict[str, Any]:
+    """Hooks of the caller's on parameters see reduced gradients, once, and may change them."""
+    model, inputs = made("uneven")
+    if mesh is not None:
+        model = gloo.shard(mesh, model, inputs, **options)
+        inputs = rows_of(mesh, inputs)
+    calls = []
+    for name, p in model.named_parameters():
+        if name.endswith("squeeze.weight"):
+            p.register_hook(lambda grad: grad * 3)
+        p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
+    if mesh is None:
+        loss_of(model(**inputs)).backward()
+    else:
+        model.train_step(**inputs)
+    gradients = gradients_of(model) if mesh is None else detached(model.full_gradients())
+    return {"gradients": gradients, "calls": sorted(calls)}
+
+
+def written(mesh, how: str, **options: Any) -> list[torch.Tensor]:
+    """Losses after parameters were written between steps, past the optimizer."""
+    model, inputs = made("uneven")
+    if mesh is not None:
+        model = gloo.shard(mesh, model, inputs, **options)
+        inputs = rows_of(mesh, inputs)
+    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        if mesh is None:
+            loss = loss_of(model(**inputs))
+            loss.backward()
+        else:
+            loss = model.train_step(**inputs)
+        out.append(loss.detach().clone())
+        optimizer.step()
+        for p in model.parameters():
+            if how == "data =":
+                p.data = p.data * 1.5
+            elif how == "no_grad":
+                with torch.no_grad():
+                    p.mul_(1.5)
+            else:
+                p.data.mul_(1.5)
+        if mesh is not None and how == "told":
+            model.weights_changed()
+    return out
+
+
+def misused(mesh, how: str, **options: Any) -> None:
+    """What must be refused by name."""
+    model, inputs = made("uneven")
+    model = gloo.shard(mesh, model, inputs, **options)
+    rows = rows_of(mesh, inputs)
+    if how == "graph of gradients":
+        loss = loss_of(model(**rows))
+        torch.autograd.grad(loss, model.get_parameter("embed.weight"), create_graph=True)
+    elif how == "assign":
+        model.load_state_dict(model.state_dict(), assign=True)
+    else:
+        with model.no_sync():
+            model.train_step(**rows)
+        if how == "clip":
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def dropped(mesh, to_none: bool, **options: Any) -> dict[str, torch.Tensor]:
     """Gradients accumulated under no_sync and then thrown away do not come back."""
     model, inputs = made("llama")

@@ -180,7 +180,8 @@ class _Save(SavePlanner):
             names = optimizer_state.names_of(module, optimizer, SAVE)
             tensors, self.state = optimizer_state.state_of(optimizer, names)
             self.shards |= tensors
-            self.record["optimizer"] = {"groups": optimizer_state.groups_of(optimizer, names)}
+            groups = optimizer_state.groups_of(optimizer, names)
+            self.record["optimizer"] = {"class": optimizer_state.kind(optimizer), "groups": groups}
         self.views: dict[MetadataIndex, torch.Tensor] = {}
 
     @property
@@ -337,6 +338,8 @@ def _prepared(
         if record["optimizer"] is None:
             wrong.append("it holds no optimizer's state")
         else:
+            if saved["class"] != (own := optimizer_state.kind(optimizer)):
+                wrong.append(f"it holds the state of {saved['class']}, and the optimizer is {own}")
             wrong += optimizer_state.unmatched_groups(optimizer, names, saved["groups"])
         if not wrong:
             state, tensors = optimizer_state.new_state(optimizer, names, saved["state"], metadata)

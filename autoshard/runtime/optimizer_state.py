@@ -29,6 +29,11 @@ def key(name: str, field: str) -> str:
     return f"optimizer.state.{name}.{field}"
 
 
+def kind(optimizer: torch.optim.Optimizer) -> str:
+    """What an optimizer is called: its state means nothing to another."""
+    return type(optimizer).__name__
+
+
 def names_of(module: Any, optimizer: torch.optim.Optimizer, who: str) -> Names:
     """The module's parameter behind each of an optimizer's; ShardingError for those of others."""
     ours = {module.tensor(k): p for k, p in module.program.parameters().items()}

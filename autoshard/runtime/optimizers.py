@@ -23,11 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard.errors import ShardingError, message
 
-#: Optimizer steps that this process has taken.
+#: Steps that optimizers of live modules' parameters have taken in this process.
 taken = 0
 
 _ours: Any = WeakIdKeyDictionary()  # parameters of live modules: name, whether ranks hold parts
-_tried: Any = weakref.WeakKeyDictionary()  # optimizers, and how many groups they had when tried
+#: Optimizers: how many groups they had when tried, and whether they step on such parameters.
+_tried: Any = weakref.WeakKeyDictionary()
 _trying = False
 
 #: Steps of a trial, and by how much its halves may differ from the whole.
@@ -46,10 +47,24 @@ def of(parameters: list[torch.Tensor]) -> list[Any]:
     return [o for o in _tried if any(id(p) in own for g in o.param_groups for p in g["params"])]
 
 
+#: What holds gradients that are not reduced yet (`runtime.zero.Store`), of modules that live.
+stores: Any = weakref.WeakSet()
+
+
 def _before_step(optimizer: Any, *_: Any) -> None:
-    if _trying or not _ours or _tried.get(optimizer) == len(optimizer.param_groups):
+    for store in stores:
+        if store.reductions.accumulated() and any(
+            p is store.shards.get(_ours[p][0])
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p in _ours
+        ):
+            store.reductions.refuse_unreduced(f"{type(optimizer).__name__}.step")
+    count = len(optimizer.param_groups)
+    if _trying or not _ours or _tried.get(optimizer, (0,))[0] == count:
         return
-    _tried[optimizer] = len(optimizer.param_groups)
+    own = any(p in _ours for group in optimizer.param_groups for p in group["params"])
+    _tried[optimizer] = count, own
     off = {}
     for group in optimizer.param_groups:
         parts = {p.ndim: p for p in group["params"] if p.ndim and _ours.get(p, ("", False))[1]}
@@ -72,9 +87,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         )
 
 
-def _after_step(*_: Any) -> None:
+def _after_step(optimizer: Any, *_: Any) -> None:
     global taken
-    taken += not _trying
+    taken += not _trying and _tried.get(optimizer, (0, False))[1]
 
 
 def _difference(optimizer: Any, group: dict[str, Any], like: nn.Parameter) -> float:
@@ -115,6 +130,8 @@ def _stepped(
     }
     trial.state = collections.defaultdict(dict)
     trial.param_groups = [{**group, "params": [parameter]}]
+    if "lr" in group and not float(group["lr"]):  # as when it warms up
+        trial.param_groups[0]["lr"] = 0.1
     trial._optimizer_step_pre_hooks = collections.OrderedDict()
     trial._optimizer_step_post_hooks = collections.OrderedDict()
     for grad in grads:

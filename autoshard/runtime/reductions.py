@@ -6,6 +6,7 @@ one runs while backward computes the next; it is waited for before that one's be
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,9 @@ class Reductions:
     """The gradients of all units, on their way to the shards."""
 
     def __init__(self, store: Any):
-        self.store = store
+        self.store = weakref.proxy(store)
+        #: whether no_sync accumulated gradients of a caller's own loss, which may differ by rank
+        self.open_question = False
         self._task = -1  # the backward that is being reduced, by autograd's number of it
         self._pending: deque[Iterator[Any]] = deque()
         self._ready: dict[int, list[torch.Tensor | None]] = {}
@@ -33,17 +36,15 @@ class Reductions:
         self._whole: dict[str, tuple[torch.Tensor, torch.Tensor, int, bool]] = {}
         self._late: list[tuple[str, torch.Tensor]] = []
         self._present: set[str] = set()
+        self._ones = torch.empty(0)
         self._to_host: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def add(self, gathering: Any, grads: list[torch.Tensor | None]) -> None:
         """Gradients of a unit are complete; called in backward, in the same order on all ranks."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # an earlier backward that raised may have left things half done
+        if task != self._task:
+            self._reset()  # an earlier backward that raised may have left things half done
             self._task = task
-            self._pending.clear()
-            self._ready.clear()
-            self._forwards.clear()
-            self._late.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         weights = gathering.weights
         if gathering.unit.whole_gradients and not self.store.syncing:
@@ -60,6 +61,12 @@ class Reductions:
         while order and id(order[0]) in self._ready:
             first = order.pop(0)
             self._launch(first, self._ready.pop(id(first)))
+
+    def _reset(self) -> None:
+        self._task = -1
+        for left in (self._pending, self._ready, self._forwards, self._late, self._to_host):
+            left.clear()
+        self._present.clear()
 
     def _accumulate(self, gathering: Any, entry: Entry, grad: torch.Tensor) -> None:
         name, shard = entry.parameter.name, self.store.shards[entry.parameter.name]
@@ -78,6 +85,21 @@ class Reductions:
     def accumulated(self) -> list[torch.Tensor]:
         """Whole gradients that wait for a reduction."""
         return [whole for whole, *_ in self._whole.values()]
+
+    def refuse_unreduced(self, who: str) -> None:
+        """Raise ShardingError while there are gradients that only this rank has summed."""
+        names = [n for n in self._whole if self.store.shards[n].grad is self._whole[n][1]]
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ShardingError(
+                message(
+                    who,
+                    f"gradients of {', '.join(names[:5])}{more}",
+                    "they were accumulated under no_sync()",
+                    "they are this rank's alone until a backward outside of it reduces them",
+                    "leave the last backward of a step out of no_sync()",
+                )
+            )
 
     def _accumulated(self, name: str) -> torch.Tensor | None:
         """The whole gradient summed so far; None where it was set to zero in the meantime."""
@@ -137,7 +159,7 @@ class Reductions:
             if here:
                 self._present.add(name)
                 self._take(store.shards[name], part)
-            elif not gathering.forward.alone:
+            elif self.open_question or not gathering.forward.own_loss:
                 self._late.append((name, part))
 
     def _sum(
@@ -151,7 +173,8 @@ class Reductions:
         shards = [store.shards[e.parameter.name] for e in weights.trainable]
         dtype = gathering.unit.reduce_dtype or shards[0].dtype
         device = next((g.device for g in grads if g is not None), store.device)
-        flat = wire.scratch.take(weights.ranks * weights.gradient_numel, dtype, device)
+        make = wire.scratch.take if weights.ranks > 1 else torch.empty
+        flat = make(weights.ranks * weights.gradient_numel, dtype=dtype, device=device)
         pack_gradients(weights.trainable, grads, flat, weights.ranks)
         grads.clear()
         scattering = _scatter(weights, flat)
@@ -173,7 +196,7 @@ class Reductions:
             summed = grad.to(dtype, copy=True)
         for piece in entry.before:
             part = view_of(summed, piece).contiguous()
-            dist.all_reduce(part, group=self.store.groups[piece[3]])
+            dist.all_reduce(part, group=self.store.sums[piece[3]])
             view_of(summed, piece).copy_(part)
         return summed
 
@@ -187,32 +210,29 @@ class Reductions:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        outside = [f for f, _ in self._forwards.values() if not f.alone]
+        outside = [f for f, _ in self._forwards.values() if not f.own_loss]
+        asked = bool(outside) or self.open_question
         for forward, order in self._forwards.values():
             for gathering in order:
                 grads = self._ready.pop(id(gathering), None)
                 # a loss of the caller's own may give gradients to other weights on another rank
-                if grads is None and (not forward.alone or self._waits(gathering)):
+                if grads is None and (asked or self._waits(gathering)):
                     grads = [None] * len(gathering.weights.trainable)
                 if grads is not None:
                     self._launch(gathering, grads)
-            for gathering in forward.order:
-                gathering.drop()
+            forward.finish()
         while self._pending:
             self._advance()
-        if outside:
-            self._add_late(outside[0])
+        if asked and self._forwards:
+            self._add_late(next(iter(self._forwards.values()))[0])
+            self.open_question = False
         if self._to_host:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
             for shard, host in self._to_host:
                 _give(shard, host)
         wire.scratch.trim()
-        self._to_host.clear()
-        self._late.clear()
-        self._present.clear()
-        self._forwards.clear()
-        self._task = -1
+        self._reset()
 
     def _waits(self, gathering: Any) -> bool:
         """Whether gradients of a unit were accumulated before and not reduced yet."""
@@ -223,11 +243,13 @@ class Reductions:
         that lacks one looks at what the others have: no other waits for the device."""
         store = self.store
         names = sorted({e.parameter.name for g in forward.order for e in g.weights.trainable})
-        has = [float(name in self._present) for name in names]
-        flags = torch.tensor(has, device=store.device)
+        has = [name in self._present for name in names]
+        if self._ones.numel() != len(has) or self._ones.device != store.device:
+            self._ones = torch.ones(len(has), device=store.device)
+        flags = self._ones if all(has) else self._ones.new_tensor(has)  # ones stay ones
         axes = store.gradient_axes
         if axes:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=store.groups[axes])
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=store.sums[axes])
         if not self._late:
             return
         anyone = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
@@ -240,11 +262,9 @@ def _give(shard: nn.Parameter, part: torch.Tensor) -> None:
     if not shard.requires_grad:  # it was frozen after the module was made
         return
     if shard.grad is None:
-        shard.grad = part
+        shard.grad = part.data  # a view of a section, whose changes are counted by themselves
     else:
         shard.grad.add_(part)
-    for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(shard)
 
 
 def _scatter(weights: Any, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
@@ -252,7 +272,7 @@ def _scatter(weights: Any, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
     rank's section."""
     section: torch.Tensor | None = flat
     if weights.ranks > 1:
-        scattering = wire.reduce_scatter(flat, weights.store.groups[weights.unit.axes])
+        scattering = wire.reduce_scatter(flat, weights.store.sums[weights.unit.axes])
         while (section := next(scattering)) is None:
             yield None
         scattering.close()
@@ -260,7 +280,7 @@ def _scatter(weights: Any, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
     assert section is not None
     works = []
     for axes, start, stop in _further_sums(weights.trainable):
-        group = weights.store.groups[axes]
+        group = weights.store.sums[axes]
         works.append(dist.all_reduce(section[start:stop], group=group, async_op=True))
     if works:
         yield None

@@ -153,8 +153,8 @@ def gradient_axes(program: Program, rank: int) -> tuple[str, ...]:
     return tuple(m for m in program.mesh.axes if m in found)
 
 
-def groups_of(program: Program, rank: int) -> set[tuple[str, ...]]:
-    """Every set of mesh axes that the collectives of the units run over."""
+def gradient_groups(program: Program, rank: int) -> set[tuple[str, ...]]:
+    """Every set of mesh axes over which gradients of units are summed, or compared."""
     found = {gradient_axes(program, rank)} if program.units else set()
     for unit in program.units.values():
         found.add(unit.axes)

@@ -17,12 +17,14 @@ import contextlib
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import SubMesh
@@ -45,7 +47,7 @@ def start_gather(shards: list[torch.Tensor], link: Any, unit: Any) -> Any:
     """Have the weights of a unit gathered, without waiting for them: they set out when those that
     the graph waits for next have arrived, so that no more than two segments are there at a time.
     ``unit``: a `Weights`."""
-    return unit.start(shards)
+    return unit.start()
 
 
 def wait_gather(gathering: Any, link: Any, unit: Any, shards: list[torch.Tensor]) -> Any:
@@ -78,7 +80,17 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if _asked_for(ctx.device):
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                message(
+                    "backward",
+                    "create_graph=True",
+                    f"weights {ctx.gathering.unit.name}",
+                    "gradients of gathered weights are reduced by collectives without a gradient",
+                    "use zero=0 and no param_dtype for gradients of gradients",
+                )
+            )
+        if _asked_for(ctx.device) or ctx.gathering.hooked:
             return None, None, None, *ctx.gathering.reduced(grads)
         ctx.gathering.reduce(grads)
         return (None,) * (3 + len(grads))
@@ -87,7 +99,8 @@ class _Read(torch.autograd.Function):
 @functools.cache
 def _witness(device: torch.device) -> tuple[torch.Tensor, Any]:
     """A leaf of no meaning that every `_Read` takes, and the node that accumulates its gradient."""
-    leaf = torch.zeros((), device=device, requires_grad=True)
+    with unset_fake_temporarily():
+        leaf = torch.zeros((), device=device, requires_grad=True)
     return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
@@ -104,7 +117,7 @@ class Weights:
     """A unit on one rank: how to gather its weights and to reduce their gradients."""
 
     def __init__(self, unit: Unit, store: Store, program: Program):
-        self.unit, self.store = unit, store
+        self.unit, self.store = unit, weakref.proxy(store)  # which lives as long as its module
         self.mesh, self.rank = program.mesh, store.rank
         self.entries = entries(unit, program, self.rank)
         self.trainable = trainable(self.entries)
@@ -113,13 +126,16 @@ class Weights:
         self.numel = sum(e.numel for e in self.entries)
         self.gradient_numel = sum(e.numel for e in self.trainable)
         self.names = [e.parameter.name for e in self.entries]
+        #: a single parameter: what arrives is the weight
+        self.alone = len(self.entries) == 1 and bool(self.entries[0].shape) and not unit.keep
         self.again = False  # backward reads them as forward did
 
     def __repr__(self) -> str:
         return f"Weights({self.unit.name!r})"
 
-    def start(self, shards: list[torch.Tensor]) -> Gathering:
-        gathering = Gathering(self, shards, self.store.running)
+    def start(self) -> Gathering:
+        gathering = Gathering(self, self.store.running)
+        gathering.forward.all.append(gathering)
         if not self.unit.keep or any(name in self.store.stale for name in self.names):
             gathering.forward.queue.append(gathering)
         return gathering
@@ -127,7 +143,9 @@ class Weights:
     def gather(self, shards: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
         """Flat weights that are on their way, and what to wait for."""
         device = self.store.device or shards[0].device
-        flat = wire.scratch.take(self.ranks * self.numel, self.unit.dtype, device)
+        stays = self.ranks == 1 or self.alone
+        make = torch.empty if stays else wire.scratch.take
+        flat = make(self.ranks * self.numel, dtype=self.unit.dtype, device=device)
         pack(self.entries, shards, flat.view(self.ranks, -1)[self.index])
         if self.ranks == 1:
             return flat, []
@@ -135,7 +153,7 @@ class Weights:
 
     def wholes(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The weights as whole slices, and the one tensor whose views they are."""
-        if self.ranks == 1 or (len(self.entries) == 1 and self.entries[0].shape):
+        if self.ranks == 1 or self.alone:
             return flat, self.views(flat)
         buffer = flat.new_empty(sum(math.prod(e.shape) for e in self.entries))
         views = self.views(buffer)
@@ -155,16 +173,26 @@ class Weights:
 class Gathering:
     """The weights of a unit in one forward, and in its backward."""
 
-    def __init__(self, weights: Weights, shards: list[torch.Tensor], forward: Forward):
-        self.weights, self.shards, self.forward = weights, shards, forward
+    def __init__(self, weights: Weights, forward: Forward):
+        self.weights, self.forward = weights, forward
         self.unit = weights.unit
-        self.versions = [s._version for s in shards]
+        self.versions = [s._version for s in self.shards]
         self.saved = False  # backward reads the weights
         self.seen = False  # a second time, a block is computed again in backward
         self.flat: torch.Tensor | None = None  # on their way
         self.works: list[Any] = []
         self.buffer: torch.Tensor | None = None  # here
         self.views: list[torch.Tensor] = []
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the caller has hooks on parameters, which must see what is accumulated."""
+        return any(s._backward_hooks or s._post_accumulate_grad_hooks for s in self.shards)
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters; not kept here, as autograd's graph keeps this."""
+        return [self.weights.store.shards[name] for name in self.weights.names]
 
     def start(self) -> None:
         if self.flat is None and self.buffer is None:
@@ -210,10 +238,11 @@ class Gathering:
         wholes = [store.kept[name] for name in weights.names]
         if any(name in store.stale for name in weights.names):
             targets = [store.written(name) for name in weights.names]
-            own = weights.index if store.aliases.issuperset(weights.names) else None
+            own = weights.index if store.are_views(weights.names) else None
             unpack(weights.entries, flat := self._arrived(), weights.ranks, targets, own)
             self._count(-flat.nbytes)
-            wire.scratch.give(flat)
+            if weights.ranks > 1:
+                wire.scratch.give(flat)
             store.stale.difference_update(weights.names)
         return [w.detach() for w in wholes]
 
@@ -273,6 +302,7 @@ class Gathering:
             if by_key[e.key] is not None
         }
         self.close()
+        torch.autograd.Variable._execution_engine.queue_callback(self.forward.finish)
         return [found.get(e.key) for e in self.weights.entries]
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -291,17 +321,22 @@ class _Note:
     offset: int
 
 
+#: Behind the last segment.
+_END = 2**31
+
+
 class Forward:
     """One forward, and the backwards through it: the units in the order in which they were read."""
 
-    def __init__(self, store: Store, alone: bool):
-        self.store = store
-        self.alone = alone  # the loss is the graph's own: ranks have gradients for the same weights
-        self.order: list[Gathering] = []
+    def __init__(self, store: Store, own_loss: bool):
+        self.store = weakref.proxy(store)
+        self.own_loss = own_loss  # then all ranks have gradients for the same weights
+        self.all: list[Gathering] = []
+        self.order: list[Gathering] = []  # those that backward may come to, as they were read
         self.queue: list[Gathering] = []  # asked for, not yet on their way
         self.live: dict[int, Gathering] = {}  # by the address of their weights
         self.weights: set[int] = set()  # all these addresses
-        self._at = -1  # the segment that backward is in
+        self._task, self._at = -1, _END  # the backward that runs, and the segment that it is in
 
     def set_out(self) -> None:
         """Begin to gather what is asked for next."""
@@ -312,11 +347,12 @@ class Forward:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps for a tensor that it saves."""
+        # a result that is kept itself would hold the graph that holds it
         if not self.live or not tensor.numel() or tensor.layout is not torch.strided:
-            return tensor
+            return tensor.detach()
         gathering = self.live.get(tensor.untyped_storage().data_ptr())
         if gathering is None or tensor.dtype != gathering.unit.dtype:
-            return tensor
+            return tensor.detach()
         gathering.saved = True
         return _Note(gathering, tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -330,48 +366,79 @@ class Forward:
     def reopen(self, gathering: Gathering) -> None:
         """Have weights gathered again in backward, and those that it needs next on their way."""
         here = gathering.unit.segment
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._at = task, _END
+        if not self.own_loss:
+            self._pass_by(here)
         if gathering.buffer is None:
             gathering.unchanged()
             for other in self.order:
                 if other.unit.segment > here:
                     other.close()
             gathering.open()
-        if here == self._at:
-            return
-        self._at = here
+        if here < self._at:
+            self._at = here
+            for other in self._next(here):
+                other.start()
+
+    def _next(self, before: int) -> list[Gathering]:
+        """What backward reads next, when it comes from a segment."""
         earlier = [
             g
             for g in self.order
-            if g.unit.segment < here and (g.saved or g.weights.again) and not g.unit.keep
+            if g.unit.segment < before and (g.saved or g.weights.again) and not g.unit.keep
         ]
         ahead = max((g.unit.segment for g in earlier), default=-1)
-        for other in earlier:
-            if other.unit.segment == ahead:
-                other.start()
+        return [g for g in earlier if g.unit.segment == ahead]
+
+    def _pass_by(self, until: int) -> None:
+        """Gather what this rank's backward leaves out, down to a segment, and let it go. A loss of
+        the caller's own may read it on another rank, and all gather in one order."""
+        while left := [g for g in self._next(self._at) if g.unit.segment > until]:
+            self._at = left[0].unit.segment
+            for gathering in left:
+                gathering.start()
+            for gathering in self._next(self._at):
+                gathering.start()
+            for gathering in left:
+                gathering.drop()
+
+    def finish(self) -> None:
+        """Backward is over."""
+        if not self.own_loss and self._task == torch._C._current_graph_task_id():
+            self._pass_by(-1)
+        for gathering in self.all:
+            gathering.drop()
 
 
 class Store:
     """The weights of one rank's module, in whichever graph reads them.
 
     ``kept``: whole slices by parameter name, of units that are kept; ``stale``: those that are out
-    of date; ``groups``: process groups by mesh axes.
+    of date; ``groups``, ``sums``: process groups by mesh axes, of weights and of gradients, which
+    are in an order each, and not in one.
     """
 
     def __init__(self, program: Program, rank: int, device: torch.device | None):
         self.rank, self.device = rank, device
         self.groups: dict[tuple[str, ...], Any] = {}
+        self.sums: dict[tuple[str, ...], Any] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.stale: set[str] = set()
         self.shards: dict[str, nn.Parameter] = {}
         self.aliases: set[str] = set()  # parameters that are views of what is kept
-        self.running = Forward(self, False)
+        self.running = Forward(self, own_loss=False)
         self.reductions = Reductions(self)
         self.syncing = True
         #: whether weights are freed between forward and backward
         self.reshards = bool(program.graph.find_nodes(op="call_function", target=release))
         self.gradient_axes = gradient_axes(program, rank)
         self._seen: list[int] = []
+        optimizers.stores.add(self)
         self.gathered = self.peak = 0  # bytes of gathered weights, now and at most
+        self.offload = program.offload
+        self.in_units = {program.values[k].name for u in program.units.values() for k in u.keys}
         self.dtype = {
             program.values[key].name: unit.dtype
             for unit in program.units.values()
@@ -399,7 +466,7 @@ class Store:
                 self.stale.add(name)
             own = self._on_host(own) if offload else self._here(own)
         shard = nn.Parameter(own, parameter.trainable)
-        if working is not None or parameter.zero or offload:
+        if name in self.in_units:
             self.shards[name] = shard
         return shard
 
@@ -419,7 +486,18 @@ class Store:
 
     def _changes(self) -> list[int]:
         """What differs after an optimizer's step, also of one that writes to ``.data``."""
-        return [optimizers.taken, *(shard._version for shard in self.shards.values())]
+        found = [optimizers.taken]
+        for shard in self.shards.values():
+            found += [shard._version, shard.data_ptr()]
+        return found
+
+    def are_views(self, names: list[str]) -> bool:
+        """Whether parameters still are views of what is kept, and their own rows there up to
+        date: ``p.data = x`` makes another tensor of one."""
+        return self.aliases.issuperset(names) and all(
+            self.shards[n].untyped_storage().data_ptr() == self.kept[n].untyped_storage().data_ptr()
+            for n in names
+        )
 
     def written(self, name: str) -> torch.Tensor:
         """Kept weights, to be written. A parameter that is a view of them counts its own changes
@@ -427,15 +505,26 @@ class Store:
         return self.kept[name].data if name in self.aliases else self.kept[name]
 
     @contextlib.contextmanager
-    def forward(self, alone: bool) -> Iterator[None]:
-        """Meanwhile a graph runs. ``alone``: its result is the loss itself."""
+    def forward(self, own_loss: bool) -> Iterator[None]:
+        """Meanwhile a graph runs. ``own_loss``: its result is the loss itself."""
         if self.kept and self._seen != (seen := self._changes()):
             self._seen = seen
             self.stale.update(self.kept)
-        for gathering in self.running.order:
-            gathering.close()  # of a forward whose backward is still to come, if it comes
-        self.running = Forward(self, alone)
-        if not self.reshards or not torch.is_grad_enabled():
+        for gathering in self.running.all:
+            gathering.drop()  # of a forward whose backward is still to come, if it comes
+        self.running = Forward(self, own_loss)
+        if not self.syncing and not own_loss:
+            self.reductions.open_question = True
+        if not torch.is_grad_enabled():
+            yield
+            for gathering in self.running.all:
+                gathering.drop()
+            if (
+                self.offload and torch.cuda.is_available()
+            ):  # the optimizer may write to what is read
+                torch.cuda.current_stream().synchronize()
+            return
+        if not self.reshards:
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self.running.pack, self.running.unpack):
