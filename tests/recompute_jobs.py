@@ -63,8 +63,8 @@ def saved_in_table(program: Any) -> int:
 def step(mesh, name: str, recompute: str) -> dict[str, Any]:
     """A step: loss, gradients, collectives called and in the table, bytes saved and predicted."""
     model, inputs = build(name)
-    sharded = shard(mesh, model, inputs, recompute=recompute, zero=0)
     rows = local_rows(mesh, inputs)
+    sharded = shard(mesh, model, rows, recompute=recompute, zero=0)
     ops = collectives.c10d
     collectives.c10d = counting = Counting(ops)
     try:
