@@ -521,7 +521,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--groups", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what is counted")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of ZeRO stages")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of ZeRO stages")
     parser.add_argument("--skip", nargs="*", default=[], help="modes to leave out, by name")
     size = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
