@@ -97,7 +97,7 @@ def autoshard(
             "sequence_parallel": sequence_parallel,
             "strict": strict,
             "zero": zero,
-            "zero_axes": (zero_axes,) if isinstance(zero_axes, str) else zero_axes,
+            "zero_axes": _names(zero_axes),
             "reshard_after_forward": reshard_after_forward,
             "offload": offload,
             "recompute": recompute,
@@ -108,6 +108,7 @@ def autoshard(
     def compile_() -> Program:
         _refuse_what_is_no_model(model)
         _refuse_what_is_no_type(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        _refuse_what_is_no_choice(zero, zero_axes, offload, reshard_after_forward)
         _refuse_what_is_not_built(spec, options)
         return source.program(model.training)
 
@@ -281,6 +282,34 @@ def _refuse_what_is_no_type(**given: Any) -> None:
                 "got what is no floating torch.dtype",
                 "weights and gradients are floating numbers",
                 "pass torch.bfloat16, torch.float32, ..., or leave the option out",
+            )
+        )
+
+
+def _names(axes: Any) -> Any:
+    """Names of mesh axes as a tuple, where they are names at all."""
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes) if isinstance(axes, list) else axes
+
+
+def _refuse_what_is_no_choice(zero: Any, zero_axes: Any, offload: Any, reshard: Any) -> None:
+    wrong = [] if type(zero) is int and 0 <= zero <= 3 else [f"zero={zero!r} is none of 0, 1, 2, 3"]
+    flags = {"offload": offload, "reshard_after_forward": reshard}
+    wrong += [f"{n}={v!r} is not True or False" for n, v in flags.items() if type(v) is not bool]
+    names = _names(zero_axes)
+    if names is not None and not (
+        isinstance(names, tuple) and names and all(isinstance(n, str) for n in names)
+    ):
+        wrong.append(f"zero_axes={zero_axes!r} is no tuple of names of mesh axes")
+    if wrong:
+        raise ShardingError(
+            message(
+                "autoshard",
+                "; ".join(wrong),
+                "options of ZeRO",
+                "they say what is shared out, over which axes, and where it is held",
+                'write them as in zero=3, zero_axes=("dp",), offload=True',
             )
         )
 

@@ -450,6 +450,16 @@ class ShardedModule(nn.Module):
         loss_module = self._running.loss_module
         if loss_module is None:
             raise no_loss("train_step", self.running)
+        if not torch.is_grad_enabled():
+            raise ShardingError(
+                message(
+                    "train_step",
+                    "gradients",
+                    "they are switched off (torch.no_grad, inference_mode)",
+                    "a training step goes backward from its loss",
+                    "call it outside, or call the module itself for its loss alone",
+                )
+            )
         arguments = self._checked_arguments(args, kwargs)
         with self._store.forward(own_loss=True):
             results = loss_module(*arguments)

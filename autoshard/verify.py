@@ -218,6 +218,16 @@ def verify(
     from autoshard.api import Source
 
     spec = MeshSpec.of(mesh)
+    if accumulate < 1 or steps < 1:
+        raise ShardingError(
+            message(
+                "verify",
+                f"steps={steps}, accumulate={accumulate}",
+                "numbers of steps, and of batches a step",
+                "nothing would be compared",
+                "give 1 or more of each",
+            )
+        )
     reference = _double_model(model)
     given = (
         find_inputs(model, data_ranks(spec))

@@ -4,6 +4,8 @@ On eight GPUs (NCCL), or on four processes of one CPU machine (gloo):
 
     torchrun --nproc-per-node 8 examples/train_llama.py --dp 2 --tp 4
     torchrun --nproc-per-node 4 examples/train_llama.py --dp 2 --tp 2 --small
+    torchrun --nproc-per-node 4 examples/train_llama.py --dp 4 --small --zero 3 --bf16 \\
+        --recompute block --checkpoint run
 
 Three lines are about ranks: the mesh, the call to `autoshard`, and the rows each data rank reads.
 """
@@ -68,7 +70,7 @@ class Text:
 
 
 def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-    """Build, shard, train, and save the weights under the model's own names."""
+    """Build, shard, go on from a checkpoint if there is one, train, and save."""
     torch.manual_seed(0)  # every rank starts from the same weights
     model = LlamaForCausalLM(config(arguments.small)).to(device)
 
@@ -79,11 +81,21 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         text.batch(step * arguments.dp + dp_rank, rows, length) for step in range(arguments.steps)
     )
 
-    sharded = autoshard(model, mesh, example_inputs=text.batch(0, rows, length))
+    sharded = autoshard(
+        model,
+        mesh,
+        example_inputs=text.batch(0, rows, length),
+        zero=arguments.zero,
+        recompute=arguments.recompute,
+        param_dtype=torch.bfloat16 if arguments.bf16 else None,
+    )
+    del model  # whose weights nothing keeps now
     if dist.get_rank() == 0:
         print(sharded, sharded.table("collectives"), sep="\n\n", flush=True)
 
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=arguments.lr)
+    if arguments.checkpoint and os.path.isdir(arguments.checkpoint):
+        sharded.load_checkpoint(arguments.checkpoint, optimizer)  # saved on this mesh or another
     for step, batch in enumerate(batches, 1):
         loss = sharded.train_step(**batch)
         norm = sharded.clip_grad_norm_(1.0)
@@ -92,9 +104,10 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
             print(f"step {step:>5}  loss {float(loss):.4f}  norm {float(norm):.3f}", flush=True)
 
-    state = sharded.full_state_dict()  # every rank takes part
-    if arguments.save and dist.get_rank() == 0:
-        torch.save(state, arguments.save)
+    if arguments.checkpoint:
+        sharded.save_checkpoint(arguments.checkpoint, optimizer)
+    if arguments.save:
+        sharded.save_pretrained(arguments.save)  # as transformers reads it
 
 
 def parse() -> argparse.Namespace:
@@ -106,7 +119,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
-    parser.add_argument("--save", metavar="FILE", help="where to put the trained weights")
+    parser.add_argument("--zero", type=int, default=1, choices=range(4), help="the stage")
+    parser.add_argument("--recompute", default="none", choices=("none", "block"))
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--checkpoint", metavar="DIR", help="where to go on from, and save to")
+    parser.add_argument("--save", metavar="DIR", help="where to put the trained weights")
     arguments = parser.parse_args()
     if arguments.rows % arguments.dp:
         parser.error(f"--rows {arguments.rows} is not a multiple of --dp {arguments.dp}")

@@ -682,3 +682,32 @@ def test_experts_that_cannot_be_converted_are_named(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     refused(lambda: mlp().load_pretrained(tmp_path), "safetensors", "autoshard[hf]")
+
+
+@pytest.mark.parametrize("how", ["a file", "metadata", "latest", "another optimizer", "safetensors"])
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, how):
+    module = autoshard(hw.MLP(), MeshSpec(dp=1), hw.vectors(4, 32))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.train_step(**hw.vectors(4, 32))
+    optimizer.step()
+    path = tmp_path / "saved"
+    module.save_checkpoint(path, optimizer)
+    if how == "a file":
+        path = tmp_path / "file"
+        path.write_text("no directory")
+    elif how == "metadata":
+        next(path.glob("save-*/.metadata")).write_bytes(b"\x80\x04junk")
+    elif how == "latest":
+        (path / "latest").write_text("[]")
+    elif how == "another optimizer":
+        optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    else:
+        path = tmp_path / "pretrained"
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ShardingError) as error:
+        if how == "safetensors":
+            module.load_pretrained(path)
+        else:
+            module.load_checkpoint(path, optimizer)
+    assert "why:" in str(error.value) and "fix:" in str(error.value)

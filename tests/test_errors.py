@@ -385,3 +385,30 @@ def test_an_axis_that_does_not_divide_at_all_is_named_too():
     says(error, "heads of 4", "attn", "whole on every rank", "tp=3")
     loose = autoshard(model, {"tp": 3}, example_inputs=hw.tokens())
     assert any("heads of 4" in note for note in loose.program.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero": 4}, "zero=4"),
+        ({"zero": "3"}, "zero='3'"),
+        ({"zero": True}, "zero=True"),
+        ({"offload": "cpu"}, "offload='cpu'"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward='no'"),
+        ({"zero_axes": 5}, "zero_axes=5"),
+        ({"zero_axes": ()}, "zero_axes=()"),
+        ({"zero_axes": ("tp",)}, "axis 'tp'"),
+        ({"param_dtype": "bf16"}, "param_dtype='bf16'"),
+        ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32"),
+    ],
+)
+def test_options_of_zero_are_checked_by_name(options, words):
+    with pytest.raises(ShardingError) as error:
+        autoshard(hw.MLP(), "dp=2,tp=2", hw.vectors(4, 32), **options)
+    says(error, words, "why:", "fix:")
+
+
+def test_a_training_step_needs_gradients():
+    module = autoshard(hw.MLP(), "dp=1", hw.vectors(4, 32))
+    with torch.no_grad(), pytest.raises(ShardingError, match="no_grad"):
+        module.train_step(**hw.vectors(4, 32))

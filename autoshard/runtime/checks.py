@@ -12,7 +12,13 @@ import torch
 from torch import fx
 
 from autoshard.axes import Axis, leaves
-from autoshard.errors import CaptureError, MeshError, ShardingError, message
+from autoshard.errors import (
+    AutoshardError,
+    CaptureError,
+    MeshError,
+    ShardingError,
+    message,
+)
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.mesh import DATA_AXES
@@ -202,15 +208,28 @@ def together(
     """``work()`` on every rank: this rank's result, and what ``tell`` makes of everyone's, by rank.
 
     All ranks must call it, and wait for each other. Where it fails on some, those raise their own
-    error, and all others a MeshError that quotes it. ``live``: whether there are other ranks.
+    error (a ShardingError, where it is none of ours: of files and what is in them), and all others
+    a MeshError that quotes it. ``live``: whether there are other ranks.
     """
     result: Any = None
-    told, error = None, None
+    told: Any = None
+    error: Exception | None = None
     try:
         result = work()
         told = tell(result)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
+    except AutoshardError as caught:
         error = caught
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = ShardingError(
+            message(
+                who,
+                "the files",
+                f"{type(caught).__name__}: {str(caught)[:500]}",
+                "they cannot be read or written as they are",
+                "see that the path is right, may be used, and holds what was saved there",
+            )
+        )
+        error.__cause__ = caught
     everyone = _exchange((_text(error), told)) if live else [(_text(error), told)]
     _raise_errors(who, [text for text, _ in everyone], error)
     return result, [each for _, each in everyone]
