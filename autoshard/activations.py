@@ -135,8 +135,12 @@ class _Tracer(fx.Interpreter):
 
 def forward(program: Program) -> Forward | None:
     """Run the forward of ``train_step`` (where there is no loss, the whole one) on fake tensors, at
-    the sizes captured. None where an op needs numbers."""
-    return _forward(program, _flat(program), program.hints)
+    the sizes captured. None where an op needs numbers. Run once for all tables of a program."""
+    known = vars(program).get("_forward_run")
+    if known is None or known[0] is not program.graph_module:
+        made = _forward(program, _flat(program), program.hints)
+        known = vars(program)["_forward_run"] = program.graph_module, made
+    return known[1]
 
 
 def _flat(program: Program) -> fx.GraphModule:
@@ -317,7 +321,8 @@ def _forms(
     @functools.cache
     def run(times: tuple[int, ...]) -> list[int] | None:
         grown = {s: hints[s] * t for s, t in zip(symbols, times, strict=True)}
-        made = _forward(program, module, {**hints, **grown})
+        alike = set(times) == {1}
+        made = forward(program) if alike else _forward(program, module, {**hints, **grown})
         return None if made is None else [made.saved, *made.blocks]
 
     for degree in (1, 2):

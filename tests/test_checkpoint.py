@@ -684,7 +684,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     refused(lambda: mlp().load_pretrained(tmp_path), "safetensors", "autoshard[hf]")
 
 
-@pytest.mark.parametrize("how", ["a file", "metadata", "latest", "another optimizer", "safetensors"])
+@pytest.mark.parametrize(
+    "how", ["a file", "metadata", "latest", "another optimizer", "safetensors"]
+)
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, how):
     module = autoshard(hw.MLP(), MeshSpec(dp=1), hw.vectors(4, 32))
     optimizer = torch.optim.AdamW(module.parameters())
