@@ -107,6 +107,8 @@ def summary(module: Any) -> str:
     program: Program = module.program
     held = sum(shard_numel(p, program.mesh) for p in program.parameters().values())
     whole = sum(p.value.numel() for p in program.parameters().values())
+    keeps = any(unit.keep and unit.axes for unit in program.units.values())
+    kept = ", which also keeps the weights that it computes with" if keeps else ""
     taken: dict[str, list[str]] = {}
     for a in program.assignments:
         names = taken.setdefault(a.strategy, [])
@@ -119,7 +121,7 @@ def summary(module: Any) -> str:
     listed = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
     lines = [
         f"ShardedModule on {program.mesh.mesh}, rank {module.rank_index}",
-        f"  parameters {held:,} of {whole:,} on this rank; dynamic: {program.dynamic}",
+        f"  parameters {held:,} of {whole:,} on this rank{kept}; dynamic: {program.dynamic}",
         *(f"  {strategy}: {'; '.join(names)}" for strategy, names in taken.items()),
         f"  collectives per step: {listed or 'none'}",
         f"  fallback ops: {len(program.fallbacks)}",
