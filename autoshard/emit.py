@@ -396,10 +396,15 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._checked_arguments(args, kwargs)
-        with self._store.forward(own_loss=False):
+        with self._gathering(own_loss=False):
             results = self.graph_module(*arguments)
         self._update_buffers(results, self.running.buffer_updates)
         return self.structured(results)
+
+    def _gathering(self, own_loss: bool) -> Any:
+        """The context in which a graph runs that gathers weights; none where there are none."""
+        has_units = bool(self._store.shards)
+        return self._store.forward(own_loss) if has_units else contextlib.nullcontext()
 
     def _checked_arguments(self, args: Any, kwargs: Any) -> list[Any]:
         mode = self.running.training
@@ -461,7 +466,7 @@ class ShardedModule(nn.Module):
                 )
             )
         arguments = self._checked_arguments(args, kwargs)
-        with self._store.forward(own_loss=True):
+        with self._gathering(own_loss=True):
             results = loss_module(*arguments)
         updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)

@@ -1,5 +1,6 @@
 """Real gloo processes against one device: losses, norms, gradients, state after two steps."""
 
+import zlib
 from functools import cache
 
 import gloo
@@ -22,7 +23,8 @@ def ranks_of(sizes, jobs):
     def results(tmp_path_factory, worker_id):
         root = tmp_path_factory.getbasetemp()
         root = root if worker_id == "master" else root.parent
-        folder = root / "_".join(f"{axis}{size}" for axis, size in sizes.items())
+        mesh = "_".join(f"{axis}{size}" for axis, size in sizes.items())
+        folder = root / f"{mesh}_{zlib.crc32(repr(sorted(jobs)).encode())}"  # of these jobs alone
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
