@@ -12,7 +12,7 @@ from autoshard.collectives import ON_WIRE, TABLE
 from autoshard.layout import cut_axes
 from autoshard.mesh import SubMesh
 from autoshard.program import Conversion, Parameter, Program
-from autoshard.runtime.buckets import BUCKET_BYTES
+from autoshard.runtime.buckets import BUCKET_BYTES, in_order_of_gradients
 from autoshard.runtime.gather import Piece, reductions
 
 #: What each conversion does on the wire, forward and backward.
@@ -58,19 +58,9 @@ FLAG_BYTES = 4
 def gradient_buckets(program: Program) -> list[tuple[tuple[str, ...], int, set[str]]]:
     """The buckets that `runtime.buckets.Reducer` fills on rank 0: mesh axes summed over, bytes,
     and the parameters with a part in each."""
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    in_units = {key for unit in program.units.values() for key in unit.keys}
-    first_use = {
-        node.name: min(order[user] for user in node.users)
-        for node in order
-        if node.op == "placeholder"
-        and node.users
-        and node.name in program.values
-        and node.name not in in_units
-    }
     buckets: list[tuple[tuple[str, ...], int, set[str]]] = []
     last: dict[Any, int] = {}
-    for key in sorted(first_use, key=lambda key: -first_use[key]):
+    for key in in_order_of_gradients(program):
         parameter = program.values[key]
         for piece in reductions(parameter, program.mesh):
             kind = piece[3], parameter.value.dtype, parameter.value.device

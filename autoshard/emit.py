@@ -115,7 +115,7 @@ def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
     """Every set of mesh sub-axes that some collective runs over, in an order all ranks share."""
     axes = program.mesh.axes
     found = {tuple(c.axes) for c in program.conversions}
-    in_units = {key for unit in program.units.values() for key in unit.keys}
+    in_units = program.in_units
     for key, parameter in program.values.items():
         if key not in in_units:
             found |= {over for *_, over in gather.reductions(parameter, program.mesh)}
@@ -340,7 +340,7 @@ class ShardedModule(nn.Module):
             holder = holder._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
         # not by register_*: those refuse a name that this class uses too, such as `table`
         if not parameter.buffer:
-            holder._parameters[last] = self._store.hold(parameter, mesh, program.offload, whole)
+            holder._parameters[last] = self._store.hold(parameter, mesh, whole)
             return holder, last
         value = gather.local_value(parameter, mesh, rank, whole)
         value = value if self._device is None else on_device(value, self._device)

@@ -132,6 +132,11 @@ class Program:
     def parameters(self) -> dict[str, Parameter]:
         return {k: p for k, p in self.values.items() if not p.buffer}
 
+    @property
+    def in_units(self) -> set[str]:
+        """The parameters that units gather and reduce, by placeholder."""
+        return {key for unit in self.units.values() for key in unit.keys}
+
     def assigned(self, mesh_axis: str) -> list[Assignment]:
         """The assignments that use a mesh sub-axis, highest priority first."""
         found = [a for a in self.assignments if mesh_axis in a.mesh_axes]

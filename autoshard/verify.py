@@ -511,7 +511,7 @@ def _compare_outputs(
 
 def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
     """What the buckets do on live ranks, of parameters that no unit reduces."""
-    in_units = {key for unit in program.units.values() for key in unit.keys}
+    in_units = program.in_units
     for key, parameter in program.parameters().items():
         tensors = [m.tensor(key) for m in ranks]
         if key in in_units or not parameter.trainable or all(t.grad is None for t in tensors):

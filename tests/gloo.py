@@ -71,7 +71,7 @@ def results_in(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in ranks]
 
 
-def _join(rank: int, world: int, folder: str, seconds: int) -> None:
+def join(rank: int, world: int, folder: str, seconds: int) -> None:
     """Become a rank of a gloo world that meets in the folder and waits at most so long."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -85,7 +85,7 @@ def _join(rank: int, world: int, folder: str, seconds: int) -> None:
 
 def _rank(rank: int, world: int, sizes: dict[str, int], jobs: dict[str, tuple], folder: str):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    _join(rank, world, folder, 60)
+    join(rank, world, folder, 60)
     mesh = dist.device_mesh.init_device_mesh(
         "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
     )
@@ -433,7 +433,7 @@ def stuck(folder: Path, seconds: int) -> list[tuple[float, str]]:
 def _stuck_rank(rank: int, folder: str, seconds: int) -> None:
     from autoshard import autoshard
 
-    _join(rank, 2, folder, seconds)
+    join(rank, 2, folder, seconds)
     line = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     inputs = hw.vectors(4, 32)

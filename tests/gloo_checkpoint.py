@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -259,14 +258,7 @@ def keep_saving(rank: int, world: int, folder: str, path: str, number: int) -> N
     ``number`` on. The file ``begun`` has the last number begun, ``done`` the last one saved."""
     from autoshard import autoshard
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=30),
-    )
+    gloo.join(rank, world, folder, 30)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     inputs = hw.vectors(4, 32)

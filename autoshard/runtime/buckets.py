@@ -14,12 +14,12 @@ accumulate exactly, with and without ``no_sync``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autoshard.program import Program
 from autoshard.runtime.gather import Piece, reductions, view_of
 
 BUCKET_BYTES = 25 * 2**20
@@ -55,6 +55,22 @@ class Bucket:
             self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         self.address = self.flat.data_ptr()
         return self.flat
+
+
+def in_order_of_gradients(program: Program) -> list[str]:
+    """The parameters in use that no unit reduces; the one whose gradient is complete first comes
+    first."""
+    in_units = program.in_units
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    first_use = {
+        node.name: min(order[user] for user in node.users)
+        for node in order
+        if node.op == "placeholder"
+        and node.users
+        and node.name in program.values
+        and node.name not in in_units
+    }
+    return sorted(first_use, key=lambda key: -first_use[key])
 
 
 class Reducer:
@@ -94,7 +110,7 @@ class Reducer:
     def _fill(self, bucket_bytes: int) -> None:
         module, mesh, rank = self.module, self.module.program.mesh, self.module.rank_index
         open_: dict[Any, Bucket] = {}
-        for key in self._in_order_of_gradients():
+        for key in in_order_of_gradients(module.program):
             tensor = module.tensor(key)
             homes = self.of.setdefault(key, [])
             for piece in reductions(module.program.values[key], mesh, rank):
@@ -109,22 +125,6 @@ class Reducer:
                 homes.append((bucket, piece, bucket.numel))
                 bucket.numel += view_of(tensor, piece).numel()
         self.of = {key: homes for key, homes in self.of.items() if homes}
-
-    def _in_order_of_gradients(self) -> Iterator[str]:
-        """The parameters in use that no unit reduces; the one whose gradient is complete first
-        comes first."""
-        program = self.module.program
-        in_units = {key for unit in program.units.values() for key in unit.keys}
-        order = {node: i for i, node in enumerate(program.graph.nodes)}
-        first_use = {
-            node.name: min(order[user] for user in node.users)
-            for node in order
-            if node.op == "placeholder"
-            and node.users
-            and node.name in program.values
-            and node.name not in in_units
-        }
-        yield from sorted(first_use, key=lambda key: -first_use[key])
 
     @torch.no_grad()
     def _reopen(self, key: str) -> None:

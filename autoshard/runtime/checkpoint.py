@@ -63,7 +63,7 @@ def save(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
     do not run, and ShardingError that lists all parameters whose state has not the shape of the
     parameter (factored, as Adafactor's). Raises ShardingError where a rank could not write.
     """
-    _refuse_alone(module)
+    refuse_alone(module)
     path, rank = Path(path), module.rank_index
     planner, told = checks.together(
         module.live, SAVE, lambda: _Save(module, optimizer), lambda planner: planner.digest
@@ -109,7 +109,7 @@ def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
     do not run, and ShardingError where there is no checkpoint or an incomplete one, or that lists
     all names and shapes that do not fit. Metadata is unpickled: load only what you trust.
     """
-    _refuse_alone(module)
+    refuse_alone(module)
     (folder, planner, install), _ = checks.together(
         module.live, LOAD, lambda: _prepared(module, Path(path), optimizer)
     )
@@ -132,7 +132,8 @@ def kept(module: Any) -> dict[str, tuple[Parameter, torch.Tensor]]:
     }
 
 
-def _refuse_alone(module: Any) -> None:
+def refuse_alone(module: Any) -> None:
+    """Raise MeshError for one rank's module of a larger mesh whose other ranks do not run."""
     if not module.live and module.program.mesh.mesh.world_size > 1:
         raise module._alone()
 

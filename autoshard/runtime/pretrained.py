@@ -21,7 +21,7 @@ import torch
 from autoshard.errors import ShardingError, message
 from autoshard.program import Parameter
 from autoshard.runtime import boxes, checks, gather
-from autoshard.runtime.checkpoint import kept
+from autoshard.runtime.checkpoint import kept, refuse_alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD, SAVE = "load_pretrained", "save_pretrained"
@@ -103,7 +103,7 @@ def _matched(module: Any, path: Path, strict: bool, stack: contextlib.ExitStack)
     missing and unexpected. Changes nothing."""
     model = module._source.model
     files = _opened(path, stack)
-    held = {n: (p, local) for n, (p, local) in kept(module).items()}
+    held = kept(module)
     known = {n: p.name for p, _ in held.values() for n in p.names}
     found = _sources(model, list(files), known)
     sources = {
@@ -339,8 +339,7 @@ def save(module: Any, path: Any, max_shard_bytes: int = 5 * 10**9) -> None:
     where transformers stores it otherwise); dtypes are those held; tied weights are written once.
     Raises MeshError where this module's other ranks do not run, and a rank's error on every rank.
     """
-    if not module.live and module.program.mesh.mesh.world_size > 1:
-        raise module._alone()
+    refuse_alone(module)
     path, model = Path(path), module._source.model
     groups, tensors = checks.together(module.live, SAVE, lambda: _plan(module, model))[0]
     shards = _split(tensors, max_shard_bytes)

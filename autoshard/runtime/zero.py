@@ -293,22 +293,26 @@ class Gathering:
 
     def reduced(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The shards' gradients, at once."""
-        by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
-        asked = [by_key[e.key] for e in self.weights.trainable]
+        asked = self._of_trainable(grads)
+        there = [grad is not None for grad in asked]
         parts = self.forward.store.reductions.at_once(self, asked)
         found = {
             e.key: part
-            for e, part in zip(self.weights.trainable, parts, strict=True)
-            if by_key[e.key] is not None
+            for e, part, here in zip(self.weights.trainable, parts, there, strict=True)
+            if here
         }
         self.close()
         torch.autograd.Variable._execution_engine.queue_callback(self.forward.finish)
         return [found.get(e.key) for e in self.weights.entries]
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
         self.close()
-        self.forward.store.reductions.add(self, [by_key[e.key] for e in self.weights.trainable])
+        self.forward.store.reductions.add(self, self._of_trainable(grads))
+
+    def _of_trainable(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the weights that have one, in the order in which they lie in a section."""
+        by_key = {e.key: g for e, g in zip(self.weights.entries, grads, strict=True)}
+        return [by_key[e.key] for e in self.weights.trainable]
 
 
 @dataclass
@@ -438,7 +442,7 @@ class Store:
         optimizers.stores.add(self)
         self.gathered = self.peak = 0  # bytes of gathered weights, now and at most
         self.offload = program.offload
-        self.in_units = {program.values[k].name for u in program.units.values() for k in u.keys}
+        self.in_units = {program.values[key].name for key in program.in_units}
         self.dtype = {
             program.values[key].name: unit.dtype
             for unit in program.units.values()
@@ -446,14 +450,12 @@ class Store:
             for key in unit.keys
         }
 
-    def hold(
-        self, parameter: Parameter, mesh: SubMesh, offload: bool, whole: torch.Tensor | None
-    ) -> nn.Parameter:
+    def hold(self, parameter: Parameter, mesh: SubMesh, whole: torch.Tensor | None) -> nn.Parameter:
         """This rank's part of a parameter. ``whole``: its value, where that is on meta; without
         one, a module that runs holds NaN."""
         name, working = parameter.name, self.dtype.get(parameter.name)
         value = parameter.value if whole is None else whole
-        if working == value.dtype and not offload:
+        if working == value.dtype and not self.offload:
             unshared = replace(parameter, zero=())
             self.kept[name] = self._here(local_value(unshared, mesh, self.rank, whole))
             self.aliases.add(name)
@@ -464,7 +466,7 @@ class Store:
                 shape, device = slice_shape(parameter, mesh, self.rank), self.device or own.device
                 self.kept[name] = torch.empty(shape, dtype=working, device=device)
                 self.stale.add(name)
-            own = self._on_host(own) if offload else self._here(own)
+            own = self._on_host(own) if self.offload else self._here(own)
         shard = nn.Parameter(own, parameter.trainable)
         if name in self.in_units:
             self.shards[name] = shard
@@ -519,9 +521,8 @@ class Store:
             yield
             for gathering in self.running.all:
                 gathering.drop()
-            if (
-                self.offload and torch.cuda.is_available()
-            ):  # the optimizer may write to what is read
+            # the optimizer may write to what is still being read
+            if self.offload and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
             return
         if not self.reshards:
