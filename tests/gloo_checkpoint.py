@@ -188,10 +188,7 @@ def refusals(mesh, folder: str) -> dict[str, str]:
     out["steps"] = save(adam)
     first["step"] -= dist.get_rank()
     Path(f"{folder}/file").touch()
-    try:
-        out["a file"] = save(adam, "file")
-    except FileExistsError as error:
-        out["a file"] = f"own: {error}"
+    out["a file"] = save(adam, "file")
     with torch.no_grad():
         next(sharded.parameters()).copy_(before[next(iter(before))])
     sharded.load_checkpoint(f"{folder}/refusals", adam)
