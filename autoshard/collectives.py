@@ -14,19 +14,40 @@ from typing import Any
 
 import torch
 
-from autoshard.layout import piece_bounds
+from autoshard.layout import pieces
+from autoshard.mesh import SubMesh
 
 c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's end of a process group: ``axes`` of the mesh, group name, size and own position."""
+    """A rank's end of a process group: ``axes`` of the mesh, group name, size, own position, and
+    whether the ranks hold their pieces in zigzag order."""
 
     axes: tuple[str, ...]
     group: str
     size: int
     index: int
+    zigzag: bool = False
+
+    @staticmethod
+    def of(mesh: SubMesh, rank: int, axes: tuple[str, ...], group: str = "") -> Link:
+        """The link of a rank along mesh axes."""
+        return Link(axes, group, mesh.size(axes), mesh.index(rank, axes), mesh.zigzag(axes))
+
+    def pieces(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Start and stop of the runs of ``size`` that this rank holds; see `layout.pieces`."""
+        return pieces(size, self.size, self.index, self.zigzag)
+
+    def length(self, size: int) -> int:
+        """How much of ``size`` this rank holds."""
+        return sum(stop - start for start, stop in self.pieces(size))
+
+    def padded(self, size: int) -> int:
+        """The most that any rank holds of ``size``: the length of a piece on the wire."""
+        parts = 2 if self.zigzag else 1
+        return parts * -(-size // (parts * self.size))
 
 
 @dataclass(frozen=True)
@@ -68,19 +89,23 @@ def _sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    step = -(-size // link.size)
+    step = link.padded(size)
     if step * link.size != size:
         x = pad_to(x, dim, step)
     whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), link.size, link.group))
     if dim != 0:
         whole = whole.view(link.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+    if link.zigzag:
+        whole = unfolded(whole, dim, link.size)
     return whole if step * link.size == size else whole.narrow(dim, 0, size)
 
 
 def _scatter_sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    step = -(-size // link.size)
+    step = link.padded(size)
     if step * link.size != size:
         x = pad_to(x, dim, step * link.size)
+    if link.zigzag:
+        x = folded(x, dim, link.size)
     if dim != 0:
         x = x.unflatten(dim, (link.size, step)).movedim(dim, 0).flatten(0, 1)
     out = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", link.size, link.group))
@@ -88,19 +113,20 @@ def _scatter_sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tens
         out = out.view(x.shape[0] // link.size, *x.shape[1:])
     if step * link.size == size:
         return out
-    start, stop = piece_bounds(size, link.size, link.index)
-    return out.narrow(dim, 0, stop - start)
+    return out.narrow(dim, 0, link.length(size))
 
 
 def _slice(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    start, stop = piece_bounds(size, link.size, link.index)
-    return x.narrow(dim, start, stop - start)
+    runs = [x.narrow(dim, start, stop - start) for start, stop in link.pieces(size)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
 
 
 def _unslice(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    start, stop = piece_bounds(size, link.size, link.index)
     whole = x.new_zeros(*x.shape[:dim], size, *x.shape[dim + 1 :])
-    whole.narrow(dim, start, stop - start).copy_(x)
+    at = 0
+    for start, stop in link.pieces(size):
+        whole.narrow(dim, start, stop - start).copy_(x.narrow(dim, at, stop - start))
+        at += stop - start
     return whole
 
 
@@ -123,6 +149,18 @@ def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """``x`` with zeros appended along ``dim`` up to ``size``."""
     missing = size - x.shape[dim]
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+
+def folded(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """``x`` with its 2 ``ranks`` equal runs along ``dim`` in zigzag order: 0, 2n-1, 1, 2n-2, ..."""
+    runs = x.chunk(2 * ranks, dim)
+    return torch.cat([runs[i] for r in range(ranks) for i in (r, 2 * ranks - 1 - r)], dim)
+
+
+def unfolded(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """What `folded` was made of."""
+    runs = x.chunk(2 * ranks, dim)
+    return torch.cat([*runs[0::2], *reversed(runs[1::2])], dim)
 
 
 class _Convert(torch.autograd.Function):
@@ -175,13 +213,13 @@ def all_reduce_max(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> t
 
 def local_size(size: int, link: Any) -> int:
     """How much of ``size`` this rank holds."""
-    start, stop = piece_bounds(size, link.size, link.index)
-    return stop - start
+    return int(link.length(size))
 
 
 def local_start(size: int, link: Any) -> int:
     """Where this rank's piece of ``size`` begins."""
-    return piece_bounds(size, link.size, link.index)[0]
+    ((start, _),) = link.pieces(size)
+    return int(start)
 
 
 class _ScaleGradient(torch.autograd.Function):

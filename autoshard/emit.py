@@ -103,7 +103,7 @@ def bound(
             continue
         silent = node.target is rng.draw or node.target in collectives.LOCAL  # sends nothing
         group = "" if silent or not groups else groups[axes]
-        link = Link(axes, group, mesh.size(axes), mesh.index(rank, axes))
+        link = Link.of(mesh, rank, axes, group)
         node.update_arg(1, link)
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):
             node.replace_all_uses_with(node.target(node.args[0], link))

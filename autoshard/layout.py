@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import Axis, Dim, leaves, size_of
-from autoshard.mesh import SubMesh
+from autoshard.mesh import DATA_AXES, SubMesh
 
 I, R, P = "I", "R", "P"  # noqa: E741
 State = Any  # "I" | "R" | "P" | Axis
@@ -30,6 +30,53 @@ def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * step, size), min((index + 1) * step, size)
 
 
+def pieces(size: int, parts: int, index: int, zigzag: bool) -> tuple[tuple[int, int], ...]:
+    """Start and stop of what piece ``index`` holds of ``size``: one run or, in zigzag order, two: of
+    twice as many runs the one at ``index`` from the front and the one at ``index`` from the back,
+    so that causal attention over the pieces is equal work (the later a query, the more it reads).
+    """
+    if not zigzag:
+        return (piece_bounds(size, parts, index),)
+    last = 2 * parts - 1
+    return piece_bounds(size, 2 * parts, index), piece_bounds(size, 2 * parts, last - index)
+
+
+def levels(layout: Layout, axis: Axis) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that cut a logical axis, in groups that cut what the group before left.
+
+    The data axes cut together, and so do the parts of tp; each part of cp cuts by itself: a
+    sequence first, so that a gather over tp makes one of its pieces whole, any other axis last.
+    """
+    groups: dict[str, list[str]] = {}
+    for m in cut_axes(layout, axis):
+        name = m.partition(".")[0]
+        groups.setdefault("data" if name in DATA_AXES else m if name == "cp" else name, []).append(m)
+    found = [tuple(group) for group in groups.values()]
+    context = [group for group in found if group[0].partition(".")[0] == "cp"]
+    rest = [group for group in found if group not in context]
+    return tuple(context + rest if axis.role == "sequence" else rest + context)
+
+
+def runs(
+    size: int, over: tuple[tuple[str, ...], ...], mesh: SubMesh, rank: int
+) -> list[tuple[int, int]]:
+    """Start and stop of the runs of an axis that ``rank`` holds, in order of its own positions;
+    ``over``: the groups of mesh axes that cut it, see `levels`."""
+    held = [(0, size)]
+    for group in over:
+        length = sum(stop - start for start, stop in held)
+        cut = []
+        parts, index = mesh.size(group), mesh.index(rank, group)
+        for first, last in pieces(length, parts, index, mesh.zigzag(group)):
+            for start, stop in held:
+                low, high = max(first, 0), min(last, stop - start)
+                if low < high:
+                    cut.append((start + low, start + high))
+                first, last = first - (stop - start), last - (stop - start)
+        held = cut
+    return held
+
+
 def local_indices(dim: Dim, layout: Layout, mesh: SubMesh, rank: int) -> torch.Tensor:
     """Positions along the whole dimension that ``rank`` holds, in order. Sizes must be integers."""
     out = torch.zeros(1, dtype=torch.long)
@@ -45,10 +92,8 @@ def _axis_indices(axis: Axis, layout: Layout, mesh: SubMesh, rank: int) -> torch
             pieces.append(local_indices(part, layout, mesh, rank) + start)
             start += size_of(part)
         return torch.cat(pieces)
-    by = cut_axes(layout, axis)
-    if not by:
-        return torch.arange(axis.size)
-    return torch.arange(*piece_bounds(axis.size, mesh.size(by), mesh.index(rank, by)))
+    held = runs(axis.size, levels(layout, axis), mesh, rank)
+    return torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
 
 
 def local_length(dim: Dim, layout: Layout, mesh: SubMesh, rank: int) -> int:
@@ -57,11 +102,9 @@ def local_length(dim: Dim, layout: Layout, mesh: SubMesh, rank: int) -> int:
     for axis in leaves(dim):
         if axis.parts is not None:
             out *= sum(local_length(part, layout, mesh, rank) for part in axis.parts)
-        elif by := cut_axes(layout, axis):
-            start, stop = piece_bounds(axis.size, mesh.size(by), mesh.index(rank, by))
-            out *= stop - start
         else:
-            out *= axis.size
+            held = runs(axis.size, levels(layout, axis), mesh, rank)
+            out *= sum(stop - start for start, stop in held)
     return out
 
 

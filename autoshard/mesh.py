@@ -164,10 +164,12 @@ class SubMesh:
     """The mesh as layouts see it: an axis may be factored, e.g. tp=8 into tp.0=2 and tp.1=4.
 
     ``parts[name]`` lists ``(sub-axis, size)``, major first. Axes of size one are left out.
+    ``folded``: sub-axes that hold what they cut in zigzag order, see `autoshard.layout.pieces`.
     """
 
     mesh: MeshSpec
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    folded: tuple[str, ...] = ()
 
     def parts(self, name: str) -> tuple[tuple[str, int], ...]:
         size = self.mesh.size(name)
@@ -192,6 +194,10 @@ class SubMesh:
         """By how much the rank grows along each sub-axis."""
         steps = list(itertools.accumulate(reversed(self._sizes.values()), int.__mul__, initial=1))
         return dict(zip(reversed(self.axes), steps, strict=False))
+
+    def zigzag(self, axes: tuple[str, ...]) -> bool:
+        """Whether the pieces along these sub-axes are in zigzag order."""
+        return len(axes) == 1 and axes[0] in self.folded
 
     def size(self, axes: str | tuple[str, ...]) -> int:
         """Ranks along one or several sub-axes together."""

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.collectives import CONVERSIONS, KINDS, LOCAL, Link, all_reduce_max
-from autoshard.layout import Layout, cut_axes, piece_bounds
+from autoshard.layout import Layout, cut_axes, levels, runs
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
 from autoshard.runtime import gather, rng, zero
@@ -137,7 +137,8 @@ class _Sizes:
             size = int(size)
             if by and all(m.partition(".")[0] in DATA_AXES for m in by):
                 return size  # inputs are this rank's rows already
-        return piece_bounds(size, self.mesh.size(by), 0)[1] if by else size
+        held = runs(size, levels(self.layout, axis), self.mesh, 0)
+        return sum(stop - start for start, stop in held)
 
 
 def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
@@ -155,11 +156,12 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     target: Any = node.target
     if target in CONVERSIONS:
-        return _converted(KINDS[CONVERSIONS[target]][0], mesh.size(args[1]), *args)
+        link = Link.of(mesh, 0, args[1])
+        return _converted(KINDS[CONVERSIONS[target]][0], link, args[0], *args[2:])
     if target is all_reduce_max:
         return args[0]
     if target in LOCAL:
-        return target(args[0], Link(args[1], "", mesh.size(args[1]), 0))
+        return target(args[0], Link.of(mesh, 0, args[1]))
     if target is rng.draw:
         target, args = args[0], args[2:]
     args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
@@ -169,10 +171,10 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
 
 
 def _converted(
-    primitive: str, ranks: int, x: torch.Tensor, _: Any, dim: int = 0, size: int = 0
+    primitive: str, link: Link, x: torch.Tensor, dim: int = 0, size: int = 0
 ) -> torch.Tensor:
     """What a conversion makes of a shape."""
     if primitive in ("identity", "sum"):
         return x
-    made = size if primitive == "gather" else piece_bounds(size, ranks, 0)[1]
+    made = size if primitive in ("gather", "unslice") else link.length(size)
     return x.new_empty(*x.shape[:dim], made, *x.shape[dim + 1 :])

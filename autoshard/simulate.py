@@ -36,11 +36,26 @@ class _Lockstep(torch.autograd.Function):
         return None, None, None, None, *_primitive(KINDS[kind][1], links, dim, sizes, list(grads))
 
 
+def _runs(link: Link, size: int) -> list[tuple[int, int, int]]:
+    """Where in a rank's piece each of its runs begins; start and stop of that in the whole."""
+    at, found = 0, []
+    for start, stop in link.pieces(size):
+        found.append((at, start, stop))
+        at += stop - start
+    return found
+
+
 def _primitive(
     name: str, links: list[Link], dim: int, sizes: list[int], xs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     if name == "gather":
-        return [torch.cat(xs, dim) for _ in xs]
+        runs = [
+            (start, x.narrow(dim, at, stop - start))
+            for x, link, size in zip(xs, links, sizes, strict=True)
+            for at, start, stop in _runs(link, size)
+        ]
+        whole = [run for _, run in sorted(runs, key=lambda r: (r[0], r[1].shape[dim]))]
+        return [torch.cat(whole, dim) for _ in xs]
     if name in ("sum", "scatter_sum"):
         total = torch.stack(xs).sum(0)
         if name == "sum":
@@ -197,7 +212,7 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
         return [list(flat[r * count : (r + 1) * count]) for r in range(len(own))]
     if node.target in LINKED and node.args[1]:
         axes = node.args[1]
-        links = [Link(axes, "", mesh.size(axes), mesh.index(r, axes)) for r in range(len(env))]
+        links = [Link.of(mesh, r, axes) for r in range(len(env))]
         if node.target in collectives.LOCAL:
             return [
                 node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)
