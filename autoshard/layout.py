@@ -31,9 +31,10 @@ def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def pieces(size: int, parts: int, index: int, zigzag: bool) -> tuple[tuple[int, int], ...]:
-    """Start and stop of what piece ``index`` holds of ``size``: one run or, in zigzag order, two: of
-    twice as many runs the one at ``index`` from the front and the one at ``index`` from the back,
-    so that causal attention over the pieces is equal work (the later a query, the more it reads).
+    """Start and stop of what piece ``index`` holds of ``size``: one run or, in zigzag order, two.
+
+    Those are, of twice as many runs, the one at ``index`` from the front and the one at ``index``
+    from the back: causal attention over such pieces is equal work (later queries read more keys).
     """
     if not zigzag:
         return (piece_bounds(size, parts, index),)
@@ -50,7 +51,8 @@ def levels(layout: Layout, axis: Axis) -> tuple[tuple[str, ...], ...]:
     groups: dict[str, list[str]] = {}
     for m in cut_axes(layout, axis):
         name = m.partition(".")[0]
-        groups.setdefault("data" if name in DATA_AXES else m if name == "cp" else name, []).append(m)
+        together = "data" if name in DATA_AXES else m if name == "cp" else name
+        groups.setdefault(together, []).append(m)
     found = [tuple(group) for group in groups.values()]
     context = [group for group in found if group[0].partition(".")[0] == "cp"]
     rest = [group for group in found if group not in context]
