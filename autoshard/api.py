@@ -24,9 +24,8 @@ from autoshard.progress import say
 from autoshard.runtime import checks
 
 #: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
-NOT_BUILT_AXES = ("pp", "cp")
+NOT_BUILT_AXES = ("pp",)
 NOT_BUILT_OPTIONS = {
-    "context_parallel": "ring",
     "microbatches": None,
     "schedule": "1f1b",
 }
@@ -59,6 +58,9 @@ def autoshard(
     example_inputs: a dict of keyword arguments, a tuple, or a tensor; found when left out. Rows of
     this rank for a DeviceMesh, of the global batch for the others; two at least, to stay dynamic.
     sequence_parallel: also cut tokens over tp between its linears.
+    context_parallel: how, on a mesh with cp, queries meet the keys of other ranks: "ring" (keys and
+    values travel round), "ulysses" (heads are cut in place of tokens), "allgather". Every rank of
+    cp is given the whole sequences.
     zero: 0 to 3; over the data axes, 1 shares out optimizer states, 2 gradients too, 3 parameters
     too, gathered a block at a time. ``parameters()`` are then pieces of dim 0. zero_axes: the data
     axes to do so over (all, when None). reshard_after_forward: stage 3 frees weights between
@@ -81,7 +83,6 @@ def autoshard(
     """
     spec = MeshSpec.of(mesh)
     options = {
-        "context_parallel": context_parallel,
         "microbatches": microbatches,
         "schedule": schedule,
     }
@@ -95,6 +96,7 @@ def autoshard(
         param_dtype=param_dtype,
         options={
             "sequence_parallel": sequence_parallel,
+            "context_parallel": context_parallel,
             "strict": strict,
             "zero": zero,
             "zero_axes": _names(zero_axes),
@@ -324,6 +326,6 @@ def _refuse_what_is_not_built(spec: MeshSpec, options: dict[str, Any]) -> None:
                 ", ".join([*(f"mesh axis {a}" for a in axes), *(f"option {o}" for o in asked)]),
                 f"mesh {spec}",
                 "there is no pass for it yet",
-                "use the mesh axes dp and tp, and leave these options out",
+                "use the mesh axes dp, cp and tp, and leave these options out",
             )
         )

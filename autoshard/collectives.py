@@ -2,7 +2,8 @@
 
 Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names the mesh axes until
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
-cut and ``size`` its whole size (where they matter). Pieces are those of ``torch.chunk``: the last
+cut and ``size`` its whole size (where they matter; of an all-to-all, both of the dimension that
+becomes whole and of the one that is cut). Pieces are those of ``torch.chunk``: the last
 may be short, and is padded on the wire only. `TABLE` says which conversions there are.
 """
 
@@ -71,13 +72,39 @@ TABLE = {
     "shard": Kind("I", "S", "slice", "gather"),
     "shard_replicated": Kind("R", "S", "slice", "unslice"),
     "invariant": Kind("R", "I", "identity", "first"),
+    "all_to_all": Kind("S", "S", "exchange", "exchange_back"),
 }
 
 #: kind -> (forward primitive, backward primitive)
 KINDS = {name: (kind.forward, kind.backward) for name, kind in TABLE.items()}
 
 #: What the primitives that send anything are on the wire.
-ON_WIRE = {"sum": "all_reduce", "gather": "all_gather", "scatter_sum": "reduce_scatter"}
+ON_WIRE = {
+    "sum": "all_reduce",
+    "gather": "all_gather",
+    "scatter_sum": "reduce_scatter",
+    "exchange": "all_to_all",
+    "exchange_back": "all_to_all",
+}
+
+
+Pair = tuple[int, int]
+
+
+def _exchange(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Tensor:
+    """Every rank's pieces of ``dims[0]`` put together, of ``dims[1]`` this rank's piece; ``sizes``:
+    the whole sizes of both."""
+    (whole, cut), (long, other) = dims, sizes
+    x = pad_to(pad_to(x, whole, link.padded(long)), cut, link.padded(other) * link.size)
+    sent = x.unflatten(cut, (link.size, -1)).movedim(cut, 0).contiguous()
+    split = [1] * link.size
+    got = c10d.wait_tensor(c10d.all_to_all_single(sent, split, split, link.group))
+    got = got.movedim(0, whole).flatten(whole, whole + 1)
+    return got.narrow(whole, 0, long).narrow(cut, 0, link.length(other))
+
+
+def _exchange_back(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Tensor:
+    return _exchange(x, link, dims[::-1], sizes[::-1])
 
 
 def _identity(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
@@ -142,12 +169,16 @@ PRIMITIVES = {
     "slice": _slice,
     "unslice": _unslice,
     "first": _first,
+    "exchange": _exchange,
+    "exchange_back": _exchange_back,
 }
 
 
 def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """``x`` with zeros appended along ``dim`` up to ``size``."""
     missing = size - x.shape[dim]
+    if not missing:
+        return x
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
@@ -183,6 +214,8 @@ DOES = {
     "slice": "this rank's piece",
     "unslice": "the piece among zeros",
     "first": "the first rank's, zero elsewhere",
+    "exchange": "the ranks' pieces of one dimension put together, a piece of another",
+    "exchange_back": "the other way round",
 }
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from autoshard import collectives
 from autoshard.axes import Axis, Dim, atoms, leaves
 from autoshard.errors import ShardingError, message
-from autoshard.layout import I, Layout, P, R, cut_axes
+from autoshard.layout import I, Layout, P, R, levels
 from autoshard.program import Program
 from autoshard.writer import Value, Writer
 
@@ -109,25 +109,73 @@ class Converter(Writer):
                 self.layouts[value.node] = layout
 
     def _convert(self, value: Value, target: Layout) -> fx.Node:
-        """Gather what is to be whole, cut what is to be cut, then change what remains. All the mesh
-        axes that cut a logical axis act at once: pieces of pieces would have other bounds."""
+        """Gather what is to be whole, cut what is to be cut, then change what remains. What a group
+        of mesh axes cut last becomes whole first (`levels`)."""
         node, layout = value.node, dict(value.layout)
         for axis in reversed(_cut_in(layout)):
-            if cut_axes(layout, axis) != cut_axes(target, axis):
-                node = self._gather(node, value, layout, target, axis)
+            for group in reversed(_beyond(levels(layout, axis), levels(target, axis))):
+                other = self._swapped(value, layout, target, axis, group)
+                if other is None:
+                    node = self._gather(node, value, layout, target, axis, group)
+                else:
+                    node = self._swap(node, value, layout, axis, other, group)
         for axis in _cut_in(target):
-            if cut_axes(layout, axis) != cut_axes(target, axis):
-                node = self._cut(node, value, layout, axis, cut_axes(target, axis))
+            for group in _beyond(levels(target, axis), levels(layout, axis)):
+                node = self._cut(node, value, layout, axis, group)
         steps = [m for m in self.axes if not _same(layout[m], target[m])]
         node = self._change(node, value, layout, target, steps)
         if node is not value.node:
             self.dims[node], self.layouts[node] = value.dims, layout
         return node
 
-    def _gather(
-        self, node: fx.Node, value: Value, layout: Layout, target: Layout, axis: Axis
+    def _swapped(
+        self, value: Value, layout: Layout, target: Layout, axis: Axis, group: tuple[str, ...]
+    ) -> Axis | None:
+        """The logical axis that is cut over a group of mesh axes in place of ``axis``, where one
+        all-to-all does both: each is a factor of a dimension of its own."""
+        other = target[group[0]]
+        if not isinstance(other, Axis) or any(target[m] is not other for m in group):
+            return None
+        own = [leaves(d) for d in value.dims]
+        apart = all(sum(a in d for d in own) == 1 for a in (axis, other))
+        apart = apart and not any(axis in d and other in d for d in own)
+        next_cut = levels(target, other) == (*levels(layout, other), group)
+        return other if apart and next_cut and not self.mesh.zigzag(group) else None
+
+    def _swap(
+        self,
+        node: fx.Node,
+        value: Value,
+        layout: Layout,
+        axis: Axis,
+        other: Axis,
+        group: tuple[str, ...],
     ) -> fx.Node:
-        over = cut_axes(layout, axis)
+        """An all-to-all: a dimension becomes whole and another is cut, over the same ranks."""
+        split: list[Dim] = [s for d in value.dims for s in ([(a,) for a in leaves(d)] or [()])]
+        before = [self.size(d, layout) for d in split]
+        layout.update(dict.fromkeys(group, I))
+        at, to = split.index((axis,)), split.index((other,))
+        sizes = (self.size((axis,), layout), self.size((other,), layout))
+        layout.update(dict.fromkeys(group, other))
+        several = any(len(leaves(d)) > 1 for d in value.dims)
+        if several:
+            node = self.emit(self.source, aten.reshape.default, node, before)
+        node = self.emit_collective("all_to_all", node, group, (at, to), sizes, value, layout)
+        if several:
+            after = [self.size(d, layout) for d in value.dims]
+            node = self.emit(self.source, aten.reshape.default, node, after)
+        return node
+
+    def _gather(
+        self,
+        node: fx.Node,
+        value: Value,
+        layout: Layout,
+        target: Layout,
+        axis: Axis,
+        over: tuple[str, ...],
+    ) -> fx.Node:
         state = R if any(target[m] == R for m in over) else I
         kind = "all_gather" if state == R else "all_gather_invariant"
         node = self._along(kind, node, value, layout, axis, over)
@@ -228,6 +276,14 @@ class Converter(Writer):
         split = replace(value, dims=dims)
         node = self._along_dim(kind, node, split, layout, axis, group, at + place, (axes[place],))
         return self.emit(self.source, aten.flatten.using_ints, node, at, at + len(axes) - 1)
+
+
+def _beyond(these: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a sequence of groups, those that come after what it shares with another."""
+    same = 0
+    while same < min(len(these), len(others)) and these[same] == others[same]:
+        same += 1
+    return these[same:]
 
 
 def _cut_in(layout: Layout) -> list[Axis]:

@@ -14,6 +14,8 @@ from autoshard.errors import MeshError, message
 AXIS_ORDER = ("pp", "dp", "cp", "ep", "tp")
 #: Axes that carry samples.
 DATA_AXES = ("dp", "ep")
+#: Axes along which dense parameters are replicated: over these ZeRO may share them out.
+REPLICATING_AXES = ("dp", "cp", "ep")
 
 
 @dataclass(frozen=True, init=False)

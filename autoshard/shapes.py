@@ -171,10 +171,14 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
 
 
 def _converted(
-    primitive: str, link: Link, x: torch.Tensor, dim: int = 0, size: int = 0
+    primitive: str, link: Link, x: torch.Tensor, dim: Any = 0, size: Any = 0
 ) -> torch.Tensor:
     """What a conversion makes of a shape."""
     if primitive in ("identity", "sum"):
         return x
+    if primitive == "exchange":
+        (whole, cut), (long, other) = dim, size
+        made = {whole: long, cut: link.length(other)}
+        return x.new_empty([made.get(i, s) for i, s in enumerate(x.shape)])
     made = size if primitive in ("gather", "unslice") else link.length(size)
     return x.new_empty(*x.shape[:dim], made, *x.shape[dim + 1 :])

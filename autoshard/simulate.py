@@ -25,7 +25,7 @@ from autoshard.runtime import gather, rng, sections, zero
 class _Lockstep(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: str, links: list[Link], dim: int, sizes: list[int], *xs: torch.Tensor
+        ctx: Any, kind: str, links: list[Link], dim: Any, sizes: list[Any], *xs: torch.Tensor
     ) -> Any:
         ctx.call = kind, links, dim, sizes
         return tuple(_primitive(KINDS[kind][0], links, dim, sizes, list(xs)))
@@ -46,7 +46,7 @@ def _runs(link: Link, size: int) -> list[tuple[int, int, int]]:
 
 
 def _primitive(
-    name: str, links: list[Link], dim: int, sizes: list[int], xs: list[torch.Tensor]
+    name: str, links: list[Link], dim: Any, sizes: list[Any], xs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     if name == "gather":
         runs = [
@@ -56,6 +56,12 @@ def _primitive(
         ]
         whole = [run for _, run in sorted(runs, key=lambda r: (r[0], r[1].shape[dim]))]
         return [torch.cat(whole, dim) for _ in xs]
+    if name in ("exchange", "exchange_back"):
+        back = name == "exchange_back"
+        (whole, cut), (long, other) = dim[::-1] if back else dim, zip(*sizes, strict=True)
+        long, other = (other, long) if back else (long, other)
+        together = _primitive("gather", links, whole, list(long), xs)
+        return _primitive("slice", links, cut, list(other), together)
     if name in ("sum", "scatter_sum"):
         total = torch.stack(xs).sum(0)
         if name == "sum":

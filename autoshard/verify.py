@@ -196,6 +196,7 @@ def verify(
     optimizer: Any = None,
     accumulate: int = 1,
     sequence_parallel: bool = True,
+    context_parallel: str = "ring",
     zero: int = 1,
     zero_axes: tuple[str, ...] | None = None,
     reshard_after_forward: bool = True,
@@ -243,6 +244,7 @@ def verify(
         passes=passes,
         options={
             "sequence_parallel": sequence_parallel,
+            "context_parallel": context_parallel,
             "strict": strict,
             "zero": zero,
             "zero_axes": zero_axes,

@@ -15,7 +15,7 @@ from autoshard import collectives
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.infer import expression
-from autoshard.layout import Layout, cut_axes
+from autoshard.layout import Layout, cut_axes, levels
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Conversion, Program, module_path
 from autoshard.rules import op_name
@@ -67,7 +67,7 @@ class Writer:
         kind: str,
         node: fx.Node,
         group: Any,
-        dim: int,
+        dim: Any,
         size: Any,
         value: Value,
         layout: Layout,
@@ -179,20 +179,23 @@ class Writer:
                 both = isinstance(out, int) and isinstance(size, int)
                 out = out + size if both else self.graph.call_function(operator.add, (out, size))
             return out
-        by = cut_axes(layout, axis)
-        if not by:
-            return self.size_node(axis.size)
-        if not isinstance(axis.size, int) and all(m in self.batch_axes for m in by):
-            return self.size_node(axis.size)  # inputs are already this rank's rows
-        ranks = self.mesh.size(by)
-        if isinstance(axis.size, int) and axis.size % ranks == 0:
-            return axis.size // ranks
-        key = (axis, by)
-        if key not in self.sizes:
-            self.sizes[key] = self.graph.call_function(
-                collectives.local_size, (self.size_node(axis.size), by)
-            )
-        return self.sizes[key]
+        size: Any = self.size_node(axis.size)
+        key: tuple[Any, ...] = (axis,)
+        for group in levels(layout, axis):
+            if not isinstance(axis.size, int) and group[0] in self.batch_axes:
+                continue  # inputs are already this rank's rows
+            key = (*key, group)
+            if key not in self.sizes:
+                self.sizes[key] = self._piece(size, group)
+            size = self.sizes[key]
+        return size
+
+    def _piece(self, size: Any, group: tuple[str, ...]) -> Any:
+        """This rank's part of a size that mesh axes cut."""
+        runs = self.mesh.size(group) * (2 if self.mesh.zigzag(group) else 1)
+        if isinstance(size, int) and size % runs == 0:
+            return size // self.mesh.size(group)
+        return self.graph.call_function(collectives.local_size, (size, group))
 
     def local_expression(self, dim: Dim, layout: Layout) -> Any:
         """The rank's size of a dimension as a closed form, for tables."""

@@ -7,6 +7,7 @@ import ast
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from passes.canonicalize import Canonicalize
+from passes.context_parallel import MODES, ContextParallel
 from passes.data_parallel import DataParallel
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
@@ -22,6 +23,7 @@ PASSES: dict[str, type[Pass]] = {
         InferAxes,
         DataParallel,
         TensorParallel,
+        ContextParallel,
         SequenceParallel,
         Partition,
         Zero,
@@ -37,6 +39,8 @@ RECOMPUTE = ("none", "block")
 def chain(
     *,
     sequence_parallel: bool = True,
+    context_parallel: str = "ring",
+    balance: bool = True,
     strict: bool = False,
     zero: int = 0,
     zero_axes: tuple[str, ...] | None = None,
@@ -45,7 +49,8 @@ def chain(
     reduce_dtype: str | None = None,
     recompute: str = "none",
 ) -> list[Pass]:
-    """The passes that `autoshard` runs, in order. Raises ShardingError for a value of ``recompute``
+    """The passes that `autoshard` runs, in order. ``balance``: hold tokens in zigzag order where
+    attention is causal. Raises ShardingError for a value of ``recompute`` or ``context_parallel``
     that there is not."""
     if recompute not in RECOMPUTE:
         raise ShardingError(
@@ -57,7 +62,18 @@ def chain(
                 f"use one of {', '.join(map(repr, RECOMPUTE))}",
             )
         )
+    if context_parallel not in MODES:
+        raise ShardingError(
+            message(
+                "autoshard",
+                "option context_parallel",
+                repr(context_parallel),
+                "it says how queries meet the keys of other ranks",
+                f"use one of {', '.join(map(repr, MODES))}",
+            )
+        )
     steps: list[Pass] = [Canonicalize(), InferAxes(), DataParallel(), TensorParallel(strict=strict)]
+    steps.append(ContextParallel(context_parallel, balance))
     if sequence_parallel:
         steps.append(SequenceParallel())
     steps.append(Partition())

@@ -121,7 +121,7 @@ class Partitioner(Converter):
 
     def _home(self, m: str, dims: tuple[Dim, ...], is_input: bool) -> Axis | None:
         """The axis that a parameter (or, over the data axes, an input) is stored cut on."""
-        if is_input and m not in self.batch_axes:
+        if m.partition(".")[0] == "cp" or (is_input and m not in self.batch_axes):
             return None
         ranked = self.assigned[m]
         found = [a for d in dims for a in atoms(d) if id(a) in ranked and not a.opaque]
@@ -205,7 +205,8 @@ class Partitioner(Converter):
         tensors = [v.dims for v in values] + outs
         if typing.per_row:
             whole -= self._among_own_rows(whole, typing, outs)
-        banned = {id(a) for dims in tensors for a in _repeats(dims)}
+        apart = _ids([typing.apart])
+        banned = {id(a) for dims in tensors for a in _repeats(dims)} - apart
         if typing.selects:
             banned |= _ids([v.dims for v in values]) - _ids(outs)
         for dim in [*typing.summed, *typing.reduced]:  # an uncut part would count on every rank
@@ -227,7 +228,10 @@ class Partitioner(Converter):
                 if m in self.batch_axes
                 else []
             )
-            modes[m] = own[0] if own else self._mode(m, typing, values, space, derived)
+            seen = (
+                space if m in typing.across else {i: a for i, a in space.items() if i not in apart}
+            )
+            modes[m] = own[0] if own else self._mode(m, typing, values, seen, derived)
         self._join_siblings(modes)
         return modes
 
@@ -292,6 +296,7 @@ class Partitioner(Converter):
 
     def _mode(self, m: str, typing: Typing, values: list[Value], space: Any, derived: bool) -> Any:
         states = [v.layout[m] for v in values]
+        context = m.partition(".")[0] == "cp"
         if P in states and self._stays_partial(m, typing, values, states):
             return P
         ranked = self.assigned[m]
@@ -299,11 +304,15 @@ class Partitioner(Converter):
         found = [a for i, a in space.items() if i in ranked]
         if not derived and not data:  # made of inputs and constants only: cheap, stays whole
             found = [a for a in found if any(s is a for s in states)]
+        if context and not any(isinstance(s, Axis) for s in states):  # heads: cut for tokens only
+            found = [a for a in found if a.role == "sequence"]
         if found:
             held = {id(a): sum(s is a for s in states) for a in found}
             return max(found, key=lambda a: (ranked[id(a)][0], held[id(a)], ranked[id(a)]))
-        # over the data axes a parameter's gradient is summed once a step, not where it is read
-        replicated = [s == R or (data and v.parameter) for s, v in zip(states, values, strict=True)]
+        # over the data axes, and cp, a parameter's gradient is summed once a step, not where it is
+        # read
+        once = data or context
+        replicated = [s == R or (once and v.parameter) for s, v in zip(states, values, strict=True)]
         grad = [v.grad for v in values]
         return (
             R
@@ -349,11 +358,11 @@ class Partitioner(Converter):
 
     def _join_siblings(self, modes: dict[str, Any]) -> None:
         """Sub-axes of one mesh axis act together: where one cuts an axis of higher rank, the
-        others do not cut one of lower rank (a sequence) but replicate."""
+        others do not cut one of lower rank (a sequence) but replicate. Those of cp each act by
+        themselves: one may cut tokens and another heads."""
         for m, mode in modes.items():
-            siblings = [
-                s for s in self.axes if s != m and s.partition(".")[0] == m.partition(".")[0]
-            ]
+            name = m.partition(".")[0]
+            siblings = [s for s in self.axes if s != m and s.partition(".")[0] == name != "cp"]
             cut = [modes[s] for s in siblings if isinstance(modes[s], Axis)]
             if not cut:
                 continue

@@ -27,7 +27,7 @@ from torch import fx
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
-from autoshard.mesh import DATA_AXES
+from autoshard.mesh import REPLICATING_AXES
 from autoshard.program import Conversion, Program, Unit, copied
 from autoshard.runtime.sections import entries, trainable
 from autoshard.runtime.zero import release, start_gather, wait_gather
@@ -38,8 +38,8 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Zero(Pass):
-    """``stage``: 0 to 3. ``axes``: mesh axes to share out over (all data axes when None).
-    ``reshard``: stage 3 frees weights between forward and backward. ``reduce_dtype``: name of the
+    """``stage``: 0 to 3. ``axes``: mesh axes to share out over (when None, all along which parameters
+    are replicated). ``reshard``: stage 3 frees weights between forward and backward. ``reduce_dtype``: name of the
     type in which gradients are summed."""
 
     name: ClassVar[str] = "zero"
@@ -52,7 +52,9 @@ class Zero(Pass):
     def __call__(self, program: Program) -> Program:
         program = copied(program)
         self._refuse_what_is_wrong(program)
-        over = [m for m in program.mesh.axes if m.partition(".")[0] in (self.axes or DATA_AXES)]
+        over = [
+            m for m in program.mesh.axes if m.partition(".")[0] in (self.axes or REPLICATING_AXES)
+        ]
         working = _working_types(program)
         program.offload = self.offload
         for key, parameter in program.parameters().items():
@@ -73,9 +75,9 @@ class Zero(Pass):
         if self.stage not in STAGES:
             wrong.append(f"stage {self.stage!r} is none of {', '.join(map(str, STAGES))}")
         wrong += [
-            f"axis {name!r} is no data axis of the mesh"
+            f"axis {name!r} is no axis of the mesh that replicates parameters"
             for name in self.axes or ()
-            if name not in DATA_AXES or name not in program.mesh.mesh.names
+            if name not in REPLICATING_AXES or name not in program.mesh.mesh.names
         ]
         if self.reduce_dtype is not None and not isinstance(
             getattr(torch, self.reduce_dtype, None), torch.dtype
@@ -87,7 +89,8 @@ class Zero(Pass):
                     "zero",
                     "; ".join(wrong),
                     f"mesh {program.mesh.mesh}",
-                    f"stages are {', '.join(map(str, STAGES))}, axes of {', '.join(DATA_AXES)}",
+                    f"stages are {', '.join(map(str, STAGES))}, "
+                    f"axes of {', '.join(REPLICATING_AXES)}",
                     "change zero=, zero_axes= or reduce_dtype=",
                 )
             )

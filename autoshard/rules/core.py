@@ -33,6 +33,9 @@ class Typing:
     selects: takes parts of a dimension: what tells the parts apart must be whole.
     positions: operands that must be positions among this rank's own rows where the rows they
         point at are cut (an order made here, not numbers given as input).
+    apart: dimensions that only the mesh axes in ``across`` may cut here; the local form sees to it
+        that every element meets the others (a sequence, in attention), and to axes that occur twice
+        in a tensor.
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
         over the data axes.
     """
@@ -50,6 +53,8 @@ class Typing:
     selects: bool = False
     positions: tuple[fx.Node, ...] = ()
     as_is: tuple[fx.Node, ...] = ()
+    apart: tuple[Dim, ...] = ()
+    across: tuple[str, ...] = ()
     flops: Any = 0
 
 

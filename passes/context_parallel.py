@@ -1,0 +1,142 @@
+"""context_parallel: tokens over cp, attention included.
+
+Requires: axes inferred; runs after `tensor_parallel`, which takes its heads first. Gives:
+``sequence -> cp`` assigned. How a query then meets the keys of other ranks, ``mode``:
+
+ring: keys and values travel from rank to rank while softmaxes are merged (Liu et al. 2023).
+allgather: every rank gathers all keys and values (Dubey et al. 2024).
+ulysses: inside attention heads are cut in place of tokens, by all-to-alls (Jacobs et al. 2023):
+``heads -> cp`` is assigned at a lower priority. Where heads are too few for all of cp, it is
+factored: its inner part cuts heads, and keys travel round its outer part.
+
+Where keys travel or are gathered, tokens are in zigzag order if some attention is causal, unless
+``balance`` is off: see `autoshard.layout.pieces`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from autoshard.axes import Axis, leaves
+from autoshard.chain import Pass
+from autoshard.errors import ShardingError, message
+from autoshard.infer import sequence_axes
+from autoshard.mesh import SubMesh
+from autoshard.program import Assignment, Program, module_path, shallow
+from autoshard.rules import op_name
+
+MODES = ("ring", "ulysses", "allgather")
+ATTENTIONS = ("attend", "scaled_dot_product_attention")
+
+
+@dataclass(frozen=True)
+class ContextParallel(Pass):
+    name: ClassVar[str] = "context_parallel"
+    assigns: ClassVar[bool] = True
+    mode: str = "ring"
+    balance: bool = True
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        ranks = program.mesh.mesh.size("cp")
+        if ranks == 1:
+            return program
+        self._refuse_what_is_opaque(program)
+        heads = _heads(program, ranks) if self.mode == "ulysses" else {}
+        inner = math.gcd(ranks, *(share for _, share in heads.values())) if heads else 1
+        if self.mode == "ulysses" and inner == 1:
+            self._refuse_for_heads(program, heads, ranks)
+        sizes = tuple(size for size in (ranks // inner, inner) if size > 1)
+        factors = dict(program.mesh.factors) | {"cp": sizes}
+        mesh = SubMesh(program.mesh.mesh, tuple(factors.items()))
+        parts = tuple(m for m, _ in mesh.parts("cp"))
+        travels = parts[:1] if inner < ranks else ()
+        program.mesh = replace(mesh, folded=travels if self.balance and _causal(program) else ())
+        for axis in sequence_axes(program):
+            program.assignments.append(
+                Assignment(axis, parts, 20, self.name, f"tokens; attention by {self.mode}")
+            )
+        for axis in {id(a): a for a, _ in heads.values()}.values():
+            program.assignments.append(
+                Assignment(axis, parts[-1:], 5, self.name, "in attention, in place of tokens")
+            )
+        return program
+
+    def _refuse_what_is_opaque(self, program: Program) -> None:
+        found = sequence_axes(program)
+        opaque = [axis for axis in found if axis.opaque]
+        if found and not opaque:
+            return
+        ranks = program.mesh.mesh.size("cp")
+        raise ShardingError(
+            message(
+                self.name,
+                "the sequence",
+                f"{', '.join(map(repr, opaque)) or 'no dimension of the inputs'} over cp={ranks}",
+                "the model reshapes it in a way that mixes tokens"
+                if opaque
+                else "no attention reads one, and no input of token ids has one",
+                "drop cp from the mesh",
+            )
+        )
+
+    def _refuse_for_heads(
+        self, program: Program, heads: dict[fx.Node, tuple[Axis, int]], ranks: int
+    ) -> None:
+        few = {
+            f"{module_path(node)}: {axis.size} over tp={program.mesh.mesh.size('tp')}"
+            for node, (axis, share) in heads.items()
+            if share == 1
+        }
+        raise ShardingError(
+            message(
+                self.name,
+                f"heads of {len(few) or 'no'} attentions",
+                "; ".join(sorted(few)[:8]) or "the model has no attention",
+                f'"ulysses" cuts heads over cp={ranks}, and none of that divides what tp leaves',
+                'use context_parallel="ring" or "allgather", which cut no heads',
+            )
+        )
+
+
+def _attentions(program: Program) -> Iterator[fx.Node]:
+    for node in program.graph.nodes:
+        if node.op == "call_function" and op_name(node.target) in ATTENTIONS:
+            yield node
+
+
+def _heads(program: Program, ranks: int) -> dict[fx.Node, tuple[Axis, int]]:
+    """For each attention, the axis of its heads that cp can cut most ways, and how many: heads that
+    keys have too before groups of queries that share them."""
+    taken: dict[int, int] = {}
+    for assignment in program.assignments:
+        share = program.mesh.size(assignment.mesh_axes)
+        taken[id(assignment.axis)] = taken.get(id(assignment.axis), 1) * share
+    found = {}
+    for node in _attentions(program):
+        q, k = (program.dims[n] for n in node.args[:2])
+        keys = list(leaves(k[-3])) if len(k) > 2 else []
+        axes = keys + [a for a in (leaves(q[-3]) if len(q) > 2 else ()) if a not in keys]
+        axes = [a for a in axes if not a.opaque and a.parts is None and a.role != "batch"]
+        free = [
+            (math.gcd(ranks, a.size // t) if a.size % (t := taken.get(id(a), 1)) == 0 else 1, -i)
+            for i, a in enumerate(axes)
+        ]
+        if axes:
+            share, at = max(free)
+            found[node] = axes[-at], share
+    return found
+
+
+def _causal(program: Program) -> bool:
+    """Whether some attention reads no later tokens: earlier queries are less work then."""
+    return any(
+        not program.attentions[node.args[5]].ahead
+        for node in _attentions(program)
+        if op_name(node.target) == "attend"
+    )
