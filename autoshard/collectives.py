@@ -3,7 +3,8 @@
 Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names the mesh axes until
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
 cut and ``size`` its whole size (where they matter; of an all-to-all, both of the dimension that
-becomes whole and of the one that is cut). Pieces are those of ``torch.chunk``: the last
+becomes whole and of the one that is cut; of a halo, (dim, before, after) and the sizes of what is
+read and of what reads). Pieces are those of ``torch.chunk``: the last
 may be short, and is padded on the wire only. `TABLE` says which conversions there are.
 """
 
@@ -73,6 +74,7 @@ TABLE = {
     "shard_replicated": Kind("R", "S", "slice", "unslice"),
     "invariant": Kind("R", "I", "identity", "first"),
     "all_to_all": Kind("S", "S", "exchange", "exchange_back"),
+    "halo": Kind("S", "S", "fetch", "fetch_back"),
 }
 
 #: kind -> (forward primitive, backward primitive)
@@ -85,6 +87,8 @@ ON_WIRE = {
     "scatter_sum": "reduce_scatter",
     "exchange": "all_to_all",
     "exchange_back": "all_to_all",
+    "fetch": "halo",
+    "fetch_back": "halo",
 }
 
 
@@ -105,6 +109,90 @@ def _exchange(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Ten
 
 def _exchange_back(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Tensor:
     return _exchange(x, link, dims[::-1], sizes[::-1])
+
+
+Reach = tuple[int, int, int]
+
+
+def windows(link: Link, index: int, reach: Reach, sizes: Pair) -> list[tuple[int, int]]:
+    """What the runs of rank ``index`` read: start and stop of each in the whole, which may lie
+    outside it. ``reach``: dim, how far before and how far after an element it reads."""
+    _, before, after = reach
+    runs = pieces(sizes[1], link.size, index, link.zigzag)
+    return [(a - before, b + after) for a, b in runs if a < b]
+
+
+def _shared(link: Link, owner: int, reader: int, reach: Reach, sizes: Pair) -> list[Reach]:
+    """What a rank reads of another's piece: where that lies in the owner's tensor, where in the
+    reader's, and how long it is."""
+    found, at = [], 0
+    for start, stop in windows(link, reader, reach, sizes):
+        place = 0
+        for a, b in pieces(sizes[0], link.size, owner, link.zigzag):
+            low, high = max(start, a), min(stop, b)
+            if low < high:
+                found.append((place + low - a, at + low - start, high - low))
+            place += b - a
+        at += max(stop - start, 0)
+    return found
+
+
+def _rows(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([x[:0], *(x.narrow(0, at, length) for at, length in spans)])
+
+
+def _send_rows(sent: list[torch.Tensor], lengths: list[int], group: str) -> list[torch.Tensor]:
+    """Send every rank its tensor; ``lengths``: rows that come from each."""
+    split = [len(x) for x in sent]
+    got = c10d.all_to_all_single(torch.cat(sent).contiguous(), lengths, split, group)
+    return list(c10d.wait_tensor(got).split(lengths))
+
+
+def _fetch(x: torch.Tensor, link: Link, reach: Reach, sizes: Pair) -> torch.Tensor:
+    rows, ranks = x.movedim(reach[0], 0), range(link.size)
+    out = [_shared(link, link.index, r, reach, sizes) for r in ranks]
+    into = [_shared(link, r, link.index, reach, sizes) for r in ranks]
+    sent = [_rows(rows, [(a, n) for a, _, n in out[r]] if r != link.index else []) for r in ranks]
+    lengths = [sum(n for *_, n in into[r]) if r != link.index else 0 for r in ranks]
+    got = _send_rows(sent, lengths, link.group)
+    total = sum(max(b - a, 0) for a, b in windows(link, link.index, reach, sizes))
+    made = rows.new_zeros(total, *rows.shape[1:])
+    for r in ranks:
+        at = 0
+        for place, target, n in into[r]:
+            source = rows.narrow(0, place, n) if r == link.index else got[r].narrow(0, at, n)
+            made.narrow(0, target, n).copy_(source)
+            at += n
+    return made.movedim(0, reach[0])
+
+
+def _fetch_back(x: torch.Tensor, link: Link, reach: Reach, sizes: Pair) -> torch.Tensor:
+    rows, ranks = x.movedim(reach[0], 0), range(link.size)
+    out = [_shared(link, r, link.index, reach, sizes) for r in ranks]
+    into = [_shared(link, link.index, r, reach, sizes) for r in ranks]
+    sent = [_rows(rows, [(t, n) for _, t, n in out[r]] if r != link.index else []) for r in ranks]
+    lengths = [sum(n for *_, n in into[r]) if r != link.index else 0 for r in ranks]
+    got = _send_rows(sent, lengths, link.group)
+    made = rows.new_zeros(link.length(sizes[0]), *rows.shape[1:])
+    for r in ranks:
+        at = 0
+        for place, target, n in into[r]:
+            source = rows.narrow(0, target, n) if r == link.index else got[r].narrow(0, at, n)
+            made.narrow(0, place, n).add_(source)
+            at += n
+    return made.movedim(0, reach[0])
+
+
+def runwise(
+    op: Any, link: Any, x: torch.Tensor, dim: int, size: int, reach: int, **rest: Any
+) -> torch.Tensor:
+    """``op`` on each run that this rank holds of ``size``, ``reach`` longer in ``x`` than in the
+    result."""
+    runs = [b - a + reach for a, b in link.pieces(size) if a < b]
+    if not runs:  # this rank holds nothing: what comes out of a run is all beyond its length
+        run = x.new_zeros(*x.shape[:dim], reach + 1, *x.shape[dim + 1 :])
+        return op(run, **rest).narrow(dim, 0, 0)
+    return torch.cat([op(run, **rest) for run in x.split(runs, dim)], dim)
 
 
 def _identity(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
@@ -161,7 +249,7 @@ def _first(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
     return x if link.index == 0 else torch.zeros_like(x)
 
 
-PRIMITIVES = {
+PRIMITIVES: dict[str, Callable[..., torch.Tensor]] = {
     "identity": _identity,
     "sum": _sum,
     "gather": _gather,
@@ -171,6 +259,8 @@ PRIMITIVES = {
     "first": _first,
     "exchange": _exchange,
     "exchange_back": _exchange_back,
+    "fetch": _fetch,
+    "fetch_back": _fetch_back,
 }
 
 
@@ -216,6 +306,8 @@ DOES = {
     "first": "the first rank's, zero elsewhere",
     "exchange": "the ranks' pieces of one dimension put together, a piece of another",
     "exchange_back": "the other way round",
+    "fetch": "what this rank's runs read of all ranks' pieces",
+    "fetch_back": "the sum of what all ranks read",
 }
 
 

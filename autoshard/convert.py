@@ -152,7 +152,9 @@ class Converter(Writer):
         group: tuple[str, ...],
     ) -> fx.Node:
         """An all-to-all: a dimension becomes whole and another is cut, over the same ranks."""
-        split: list[Dim] = [s for d in value.dims for s in ([(a,) for a in leaves(d)] or [()])]
+        split: list[Dim] = []
+        for dim in value.dims:
+            split += [(a,) for a in leaves(dim)] or [()]
         before = [self.size(d, layout) for d in split]
         layout.update(dict.fromkeys(group, I))
         at, to = split.index((axis,)), split.index((other,))

@@ -28,6 +28,7 @@ from autoshard.runtime.buckets import Reducer
 LINKED = {
     *collectives.CONVERSIONS,
     collectives.all_reduce_max,
+    collectives.runwise,
     *collectives.LOCAL,
     rng.draw,
     *zero.CALLS,
@@ -101,8 +102,8 @@ def bound(
         axes = node.args[1]
         if not axes:
             continue
-        silent = node.target is rng.draw or node.target in collectives.LOCAL  # sends nothing
-        group = "" if silent or not groups else groups[axes]
+        silent = node.target in (rng.draw, collectives.runwise, *collectives.LOCAL)
+        group = "" if silent or not groups else groups[axes]  # those send nothing
         link = Link.of(mesh, rank, axes, group)
         node.update_arg(1, link)
         if node.target in collectives.LOCAL and isinstance(node.args[0], int):

@@ -158,6 +158,16 @@ def _names(program: Program, typings: dict[fx.Node, Typing]) -> None:
                     axis.name = "hidden" if position == 0 else "width"
 
 
+def derived(program: Program) -> set[fx.Node]:
+    """The results that depend on a parameter."""
+    found: set[fx.Node] = set()
+    parameters = program.parameters()
+    for node in program.graph.nodes:
+        if any(n in found or n.name in parameters for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def batch_axes(program: Program) -> list[Axis]:
     """The axes that carry samples."""
     found: dict[int, Axis] = {}

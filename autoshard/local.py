@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -10,11 +11,11 @@ import torch
 from torch import fx
 
 from autoshard import collectives
-from autoshard.axes import Axis, Dim, atoms, leaves, size_of
+from autoshard.axes import Axis, Dim, atoms, axis_dim, leaves, size_of
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, Layout, R
 from autoshard.program import module_path, tensor_results
-from autoshard.rules import Typing, op_name
+from autoshard.rules import Typing, Window, op_name
 from autoshard.runtime import rng
 from autoshard.writer import Value
 
@@ -45,6 +46,7 @@ class Local:
         )
         self.read = read
         self.settled: set[str] = set()
+        self.moved: dict[str, Axis] = {}
         self.results = len(outs)
 
     def mapped(self, arg: Any) -> Any:
@@ -169,6 +171,33 @@ class Local:
 
     def summed_cut(self) -> tuple[str, ...]:
         return self.cutting(self.typing.summed)
+
+    def spanned(self, window: Window | None) -> tuple[str, ...]:
+        """The mesh axis that cuts what a window moves along here, if any."""
+        return () if window is None else self.cutting([window.source])
+
+    def fetch(self, window: Window) -> fx.Node:
+        """For each run of ``window.out`` that this rank holds, what it reads of the operand: the
+        result is cut along ``window.out``."""
+        (over,) = self.spanned(window)
+        value, (out,) = self.read[self.node.args[0]], leaves(window.out)
+        reach = window.before, window.after
+        before, after = (self.p.size_node(sympy.sympify(n)) for n in reach)
+        sizes = tuple(self.p.size_node(size_of(d)) for d in (window.source, window.out))
+        known = [abs(n) for n in reach if isinstance(n, int)]
+        sent = axis_dim(max(known, default=1) * (2 if self.p.mesh.zigzag((over,)) else 1))
+        dims = tuple(sent if i == window.at else d for i, d in enumerate(value.dims))
+        local = self.value(0)
+        self.moved[over] = out
+        return self.p.emit_collective(
+            "halo",
+            local,
+            (over,),
+            (window.at, before, after),
+            sizes,
+            replace(value, dims=dims),
+            dict(self.modes),
+        )
 
     def resolved(self, axes: tuple[str, ...]) -> None:
         """The op has reduced over these mesh axes itself: its result is invariant there."""

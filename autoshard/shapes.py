@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoshard import collectives
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.collectives import CONVERSIONS, KINDS, LOCAL, Link, all_reduce_max
 from autoshard.layout import Layout, cut_axes, levels, runs
@@ -162,6 +163,8 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
         return args[0]
     if target in LOCAL:
         return target(args[0], Link.of(mesh, 0, args[1]))
+    if target is collectives.runwise:
+        args = (args[0], Link.of(mesh, 0, args[1]), *args[2:])
     if target is rng.draw:
         target, args = args[0], args[2:]
     args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
@@ -176,9 +179,14 @@ def _converted(
     """What a conversion makes of a shape."""
     if primitive in ("identity", "sum"):
         return x
+    if primitive == "fetch":
+        found = collectives.windows(link, 0, dim, size)
+        dim, made = dim[0], sum(max(b - a, 0) for a, b in found)
+        return x.new_empty(*x.shape[:dim], made, *x.shape[dim + 1 :])
     if primitive == "exchange":
         (whole, cut), (long, other) = dim, size
-        made = {whole: long, cut: link.length(other)}
-        return x.new_empty([made.get(i, s) for i, s in enumerate(x.shape)])
+        shape = list(x.shape)
+        shape[whole], shape[cut] = long, link.length(other)
+        return x.new_empty(shape)
     made = size if primitive in ("gather", "unslice") else link.length(size)
     return x.new_empty(*x.shape[:dim], made, *x.shape[dim + 1 :])

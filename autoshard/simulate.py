@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import collectives
-from autoshard.collectives import KINDS, PRIMITIVES, Link
+from autoshard.collectives import KINDS, PRIMITIVES, Link, windows
 from autoshard.emit import LINKED
 from autoshard.mesh import SubMesh
 from autoshard.outline import Run, runs
@@ -34,6 +34,13 @@ class _Lockstep(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         kind, links, dim, sizes = ctx.call
         return None, None, None, None, *_primitive(KINDS[kind][1], links, dim, sizes, list(grads))
+
+
+def _window(x: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Rows of ``x`` along a dimension, moved in front; zeros outside it."""
+    x = x.movedim(dim, 0)
+    rows = [x[i] if 0 <= i < len(x) else torch.zeros_like(x[0]) for i in range(start, stop)]
+    return torch.stack(rows) if rows else x[:0]
 
 
 def _runs(link: Link, size: int) -> list[tuple[int, int, int]]:
@@ -62,6 +69,27 @@ def _primitive(
         long, other = (other, long) if back else (long, other)
         together = _primitive("gather", links, whole, list(long), xs)
         return _primitive("slice", links, cut, list(other), together)
+    if name == "fetch":
+        lengths = [size for size, _ in sizes]
+        wholes = _primitive("gather", links, dim[0], lengths, xs)
+        return [
+            torch.cat(
+                [_window(whole, dim[0], *w) for w in windows(link, link.index, dim, size)]
+            ).movedim(0, dim[0])
+            for whole, link, size in zip(wholes, links, sizes, strict=True)
+        ]
+    if name == "fetch_back":
+        total = xs[0].new_zeros(sizes[0][0], *xs[0].movedim(dim[0], 0).shape[1:])
+        for x, link, size in zip(xs, links, sizes, strict=True):
+            rows, at = x.movedim(dim[0], 0), 0
+            for start, stop in windows(link, link.index, dim, size):
+                low, high = max(start, 0), min(stop, len(total))
+                if low < high:
+                    total[low:high] += rows[at + low - start : at + high - start]
+                at += max(stop - start, 0)
+        lengths = [size for size, _ in sizes]
+        whole = total.movedim(0, dim[0])
+        return _primitive("slice", links, dim[0], lengths, [whole] * len(xs))
     if name in ("sum", "scatter_sum"):
         total = torch.stack(xs).sum(0)
         if name == "sum":
@@ -222,6 +250,11 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
         if node.target in collectives.LOCAL:
             return [
                 node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)
+            ]
+        if node.target is collectives.runwise:
+            return [
+                node.target(args[0], link, *args[2:], **kwargs)
+                for (args, kwargs), link in zip(calls, links, strict=True)
             ]
         if node.target is rng.draw:
             return _in_step(

@@ -179,16 +179,16 @@ class Writer:
                 both = isinstance(out, int) and isinstance(size, int)
                 out = out + size if both else self.graph.call_function(operator.add, (out, size))
             return out
-        size: Any = self.size_node(axis.size)
+        held: Any = self.size_node(axis.size)
         key: tuple[Any, ...] = (axis,)
         for group in levels(layout, axis):
             if not isinstance(axis.size, int) and group[0] in self.batch_axes:
                 continue  # inputs are already this rank's rows
             key = (*key, group)
             if key not in self.sizes:
-                self.sizes[key] = self._piece(size, group)
-            size = self.sizes[key]
-        return size
+                self.sizes[key] = self._piece(held, group)
+            held = self.sizes[key]
+        return held
 
     def _piece(self, size: Any, group: tuple[str, ...]) -> Any:
         """This rank's part of a size that mesh axes cut."""

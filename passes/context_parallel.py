@@ -22,16 +22,23 @@ from typing import ClassVar
 
 from torch import fx
 
-from autoshard.axes import Axis, leaves
+from autoshard.axes import Axis, atoms, leaves
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
-from autoshard.infer import sequence_axes
+from autoshard.infer import derived, sequence_axes
 from autoshard.mesh import SubMesh
-from autoshard.program import Assignment, Program, module_path, shallow
+from autoshard.program import Assignment, Program, module_path, shallow, tensor_results
 from autoshard.rules import op_name
 
 MODES = ("ring", "ulysses", "allgather")
 ATTENTIONS = ("attend", "scaled_dot_product_attention")
+#: Ops that go along a dimension, each step reading the result of the one before.
+SCANS = frozenset(
+    """cumsum cumprod cummax cummin logcumsumexp lstm gru rnn_tanh rnn_relu scan associative_scan
+    while_loop""".split()
+)
+#: From so many positions that are read one by one, a loop over them is taken for a scan.
+LOOP = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class ContextParallel(Pass):
         ranks = program.mesh.mesh.size("cp")
         if ranks == 1:
             return program
+        self._refuse_scans(program)
         self._refuse_what_is_opaque(program)
         heads = _heads(program, ranks) if self.mode == "ulysses" else {}
         inner = math.gcd(ranks, *(share for _, share in heads.values())) if heads else 1
@@ -57,7 +65,10 @@ class ContextParallel(Pass):
         parts = tuple(m for m, _ in mesh.parts("cp"))
         travels = parts[:1] if inner < ranks else ()
         program.mesh = replace(mesh, folded=travels if self.balance and _causal(program) else ())
-        for axis in sequence_axes(program):
+        for axis in _tokens(program):
+            if axis.opaque or axis.parts is not None:
+                continue
+            axis.role = "sequence"
             program.assignments.append(
                 Assignment(axis, parts, 20, self.name, f"tokens; attention by {self.mode}")
             )
@@ -66,6 +77,33 @@ class ContextParallel(Pass):
                 Assignment(axis, parts[-1:], 5, self.name, "in attention, in place of tokens")
             )
         return program
+
+    def _refuse_scans(self, program: Program) -> None:
+        tokens = {id(a) for a in _tokens(program, factors=True)}
+        made, found = derived(program), dict[str, str]()
+        steps: dict[tuple[str, int], set[int]] = {}
+        for node, typing in program.typings.items():
+            kind, path = op_name(node.target), module_path(node) or "the model"
+            whole = [a for d in typing.whole for a in atoms(d)] if node in made else []
+            if kind in SCANS and tensor_results(node)[0].is_floating_point():
+                if any(id(a) in tokens or a.opaque for a in whole):
+                    found[f"{kind} in {path}"] = "goes along it step by step"
+            elif kind == "select" and any(id(a) in tokens for a in whole):
+                at = steps.setdefault((path, id(whole[0])), set())
+                at.add(node.args[2])
+                if len(at) == LOOP:
+                    found[f"a loop in {path}"] = "reads it one by one"
+        if found:
+            raise ShardingError(
+                message(
+                    self.name,
+                    f"the sequence in {len(found)} scans",
+                    "; ".join(f"{where} {what}" for where, what in list(found.items())[:8]),
+                    "a token needs the state that all tokens before it leave, so that ranks of cp "
+                    "would wait for each other",
+                    "drop cp from the mesh: cp is not available for this model; tp cuts its width",
+                )
+            )
 
     def _refuse_what_is_opaque(self, program: Program) -> None:
         found = sequence_axes(program)
@@ -102,6 +140,19 @@ class ContextParallel(Pass):
                 'use context_parallel="ring" or "allgather", which cut no heads',
             )
         )
+
+
+def _tokens(program: Program, factors: bool = False) -> list[Axis]:
+    """The axes of tokens, and of what is made of them at other positions: shifted, or some less.
+    ``factors``: also where that is taken apart into a product, as chunks of tokens."""
+    found = {id(a): a for a in sequence_axes(program)}
+    for typing in program.typings.values():
+        if typing.window is None:
+            continue
+        source, out = (leaves(d) for d in (typing.window.source, typing.window.out))
+        if (factors or len(source) == len(out) == 1) and any(id(a) in found for a in source):
+            found.update({id(a): a for a in out})
+    return list(found.values())
 
 
 def _attentions(program: Program) -> Iterator[fx.Node]:

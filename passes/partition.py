@@ -219,7 +219,7 @@ class Partitioner(Converter):
                         space[id(axis)] = axis
         rows = {id(a): a for dims in tensors for d in dims for a in atoms(d) if id(a) in self.rows}
         if rows:
-            self._rows_stay_apart(rows, whole, banned)
+            self._rows_stay_apart(rows, whole | apart, banned)
         derived = any(v.derived for v in values)
         modes: dict[str, Any] = {}
         for m in self.axes:
@@ -228,12 +228,23 @@ class Partitioner(Converter):
                 if m in self.batch_axes
                 else []
             )
-            seen = (
-                space if m in typing.across else {i: a for i, a in space.items() if i not in apart}
-            )
+            meets = self._meets(m, typing, space)
+            seen = space if meets else {i: a for i, a in space.items() if i not in apart}
             modes[m] = own[0] if own else self._mode(m, typing, values, seen, derived)
         self._join_siblings(modes)
         return modes
+
+    def _meets(self, m: str, typing: Typing, space: dict[int, Axis]) -> bool:
+        """Whether a mesh axis may cut the dimensions that an op states as apart: a part of cp that
+        cuts no heads here."""
+        context = [c for c in self.axes if c.partition(".")[0] == "cp"]
+        if m not in context or (typing.window and m != context[0]):
+            return False
+        ranked = self.assigned[m]
+        tokens = [a for dim in typing.apart for a in leaves(dim)]
+        return all(id(a) in ranked for a in tokens) and all(
+            a.role == "sequence" for i, a in space.items() if i in ranked
+        )
 
     def _among_own_rows(self, whole: set[int], typing: Typing, outs: list[Any]) -> set[int]:
         """The rows that an order or a choice of tokens may treat as all there are: they come out
@@ -384,6 +395,8 @@ class Partitioner(Converter):
                 layout[m] = mode
             elif m in local.settled:
                 layout[m] = I
+            elif m in local.moved:
+                layout[m] = local.moved[m]
             elif id(mode) in own:
                 layout[m] = mode
             else:

@@ -19,7 +19,7 @@ from torch import fx
 from autoshard.axes import Axis, Dim, atoms, leaves, size_of
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
-from autoshard.infer import batch_axes
+from autoshard.infer import batch_axes, derived
 from autoshard.mesh import SubMesh
 from autoshard.program import Assignment, Program, shallow
 from autoshard.rules import Typing, op_name
@@ -228,11 +228,9 @@ def candidates(program: Program, nominal: Nominal) -> dict[int, Candidate]:
             for axis in atoms(dim):
                 if axis.role not in ("batch", "sequence") and not axis.opaque:
                     found.setdefault(id(axis), Candidate(axis))
-    derived: set[fx.Node] = set()  # values that a gradient flows to
+    made = derived(program)  # values that a gradient flows to
     for node, typing in program.typings.items():
-        if any(n in derived or n.name in program.parameters() for n in node.all_input_nodes):
-            derived.add(node)
-        _count(program, node, typing, found, derived, nominal)
+        _count(program, node, typing, found, made, nominal)
     return found
 
 

@@ -38,9 +38,9 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Zero(Pass):
-    """``stage``: 0 to 3. ``axes``: mesh axes to share out over (when None, all along which parameters
-    are replicated). ``reshard``: stage 3 frees weights between forward and backward. ``reduce_dtype``: name of the
-    type in which gradients are summed."""
+    """``stage``: 0 to 3. ``axes``: mesh axes to share out over (when None, all along which
+    parameters are replicated). ``reshard``: stage 3 frees weights between forward and backward.
+    ``reduce_dtype``: name of the type in which gradients are summed."""
 
     name: ClassVar[str] = "zero"
     stage: int = 1

@@ -17,7 +17,7 @@ from autoshard.rules import (
     reduction,
     view,
 )
-from autoshard.rules.core import Rule, Typer, Typing
+from autoshard.rules.core import Rule, Typer, Typing, Window
 
 FAMILIES = (elementwise, view, contraction, reduction, indexing, attention, loss, factory)
 
@@ -47,4 +47,4 @@ def rule_for(target: Any) -> Rule | None:
     return rule
 
 
-__all__ = ["RULES", "Rule", "Typer", "Typing", "op_name", "rule_for"]
+__all__ = ["RULES", "Rule", "Typer", "Typing", "Window", "op_name", "rule_for"]

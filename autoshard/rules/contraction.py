@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard import collectives
 from autoshard.rules.core import (
     Dim,
     Dims,
     Typer,
     Typing,
+    Window,
     argument,
     broadcast,
     fresh,
@@ -130,40 +132,92 @@ def convolution(t: Typer, node: fx.Node) -> Typing:
     space: Dims = tuple(fresh(s) for s in shape[2:])
     if bias is not None:
         unify(t.dims(bias)[0], weight[0])
-    whole = [*x[2:], *weight[2:]]
+    window = _window(node, x, space)
+    whole, apart = [*x[2:], *weight[2:]], tuple[Dim, ...]()
+    if window is not None:
+        whole, apart = [*weight[2:]], (window.source, window.out)
     if groups == 1:
         unify(x[1], weight[1])
         out = (x[0], weight[0], *space)
         flops = _flops(*out, x[1], *weight[2:])
-        return Typing(out, summed=[x[1]], whole=whole, localize=_convolution, flops=flops)
+        return Typing(
+            out,
+            summed=[x[1]],
+            whole=whole,
+            apart=apart,
+            window=window,
+            localize=_convolution,
+            flops=flops,
+        )
     if isinstance(size_of(x[1]), int) and groups == size_of(x[1]) == size_of(weight[0]):
         unify(x[1], weight[0])
         return Typing(
-            (x[0], weight[0], *space), whole=whole, localize=_depthwise(weight[0], by_position)
+            (x[0], weight[0], *space),
+            whole=whole,
+            apart=apart,
+            window=window,
+            localize=_depthwise(weight[0], by_position),
         )
-    return Typing((x[0], weight[0], *space), whole=[*whole, x[1], weight[0], weight[1]])
+    return Typing((x[0], weight[0], *space), whole=[*whole, *apart, x[1], weight[0], weight[1]])
+
+
+def _window(node: fx.Node, x: Dims, space: Dims) -> Window | None:
+    """What a convolution along one dimension reads, step by step; None for other ones."""
+    if not op_is(node, "conv1d") or not space[0] or not isinstance(node.args[0], fx.Node):
+        return None
+    (step,), (padding,), (dilation,) = (
+        (given,) if isinstance(given := argument(node, at, name, value), int) else given
+        for at, name, value in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    )
+    reach = node.args[1].meta["val"].shape[-1]
+    if step != 1 or not all(isinstance(v, int) for v in (padding, dilation, reach)):
+        return None
+    return Window(x[-1], space[0], 2, padding, dilation * (reach - 1) - padding)
+
+
+def op_is(node: fx.Node, name: str) -> bool:
+    return getattr(node.target, "_opname", "") == name
 
 
 def _convolution(local: Any) -> Any:
     bias = argument(local.node, 2, "bias")
-    if bias is None or not local.summed_cut():
-        return local.default()
     args = [local.mapped(a) for a in local.node.args]
+    if bias is None or not local.summed_cut():
+        return _convolved(local, args)
     args[2] = None
-    product = local.emit(local.node.target, *args, **local.node.kwargs)
     rank = local.node.meta["val"].ndim - 2
-    return local.then_add(product, bias, (-1, *([1] * rank)))
+    return local.then_add(_convolved(local, args), bias, (-1, *([1] * rank)))
+
+
+#: The arguments of a convolution along one dimension, in order.
+CONV1D = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+def _convolved(local: Any, args: list[Any], **changed: Any) -> Any:
+    """The convolution of what a rank holds; where tokens are cut, of each of its runs and what
+    these read of other ranks."""
+    window = local.typing.window
+    kwargs = {k: local.mapped(v) for k, v in local.node.kwargs.items()} | changed
+    over = local.spanned(window)
+    if not over:
+        return local.emit(local.node.target, *args, **kwargs)
+    x = local.fetch(window)
+    given = dict(zip(CONV1D, args, strict=False)) | kwargs | {"padding": [0]}
+    del given["input"]
+    size, reach = local.p.size_node(size_of(window.out)), window.before + window.after
+    return local.emit(
+        collectives.runwise, local.node.target, over, x, window.at, size, reach, **given
+    )
 
 
 def _depthwise(channels: Dim, position: int) -> Any:
     def localize(local: Any) -> Any:
         args = [local.mapped(a) for a in local.node.args]
-        kwargs = dict(local.node.kwargs)
+        groups = local.size(channels)
         if len(args) > position:
-            args[position] = local.size(channels)
-        else:
-            kwargs["groups"] = local.size(channels)
-        return local.emit(local.node.target, *args, **kwargs)
+            args[position] = groups
+            return _convolved(local, args)
+        return _convolved(local, args, groups=groups)
 
     return localize
 

@@ -14,6 +14,18 @@ from autoshard.axes import Axis, Dim, axis_dim, size_of, unify
 Dims = tuple[Dim, ...]
 
 
+@dataclass(frozen=True)
+class Window:
+    """Element i of ``out`` reads those of ``source`` from i - ``before`` to i + ``after``; outside
+    there are zeros. ``at``: the dimension of the operand."""
+
+    source: Dim
+    out: Dim
+    at: int
+    before: Any
+    after: Any
+
+
 @dataclass
 class Typing:
     """What one op says of the axes of its operands and results.
@@ -33,9 +45,10 @@ class Typing:
     selects: takes parts of a dimension: what tells the parts apart must be whole.
     positions: operands that must be positions among this rank's own rows where the rows they
         point at are cut (an order made here, not numbers given as input).
-    apart: dimensions that only the mesh axes in ``across`` may cut here; the local form sees to it
-        that every element meets the others (a sequence, in attention), and to axes that occur twice
-        in a tensor.
+    apart: dimensions that only context parallelism may cut here: the local form sees to it that
+        every element meets those of other ranks that it needs (in attention, in a `Window`), and to
+        axes that occur twice in a tensor.
+    window: how far along ``apart`` an element reads.
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
         over the data axes.
     """
@@ -54,7 +67,7 @@ class Typing:
     positions: tuple[fx.Node, ...] = ()
     as_is: tuple[fx.Node, ...] = ()
     apart: tuple[Dim, ...] = ()
-    across: tuple[str, ...] = ()
+    window: Window | None = None
     flops: Any = 0
 
 
@@ -123,6 +136,6 @@ def fresh(size: Any) -> Dim:
 
 
 __all__ = [
-    "Axis", "Dim", "Dims", "Rule", "Typer", "Typing", "argument", "broadcast", "fresh", "is_tensor",
-    "operands", "size_of", "unify",
+    "Axis", "Dim", "Dims", "Rule", "Typer", "Typing", "Window", "argument", "broadcast", "fresh",
+    "is_tensor", "operands", "size_of", "unify",
 ]  # fmt: skip

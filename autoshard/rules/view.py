@@ -8,7 +8,17 @@ import torch
 from torch import fx
 
 from autoshard.axes import concat_dims, leaves, quotient, same_size, slice_dim
-from autoshard.rules.core import Dim, Dims, Typer, Typing, argument, fresh, size_of, unify
+from autoshard.rules.core import (
+    Dim,
+    Dims,
+    Typer,
+    Typing,
+    Window,
+    argument,
+    fresh,
+    size_of,
+    unify,
+)
 
 
 def regroup(t: Typer, dims: Dims, shape: tuple[Any, ...]) -> Dims:
@@ -148,7 +158,29 @@ def slice_(t: Typer, node: fx.Node) -> Typing:
             dims[at] = axes[:-1]
             return Typing(tuple(dims), whole=[axes[-1:]], linear="one")
     dims[at] = fresh(new)
-    return Typing(tuple(dims), whole=[whole], linear="one")
+    if step != 1 or not dims[at]:
+        return Typing(tuple(dims), whole=[whole], linear="one")
+    first = 0 if start is None else t.size(_value(start))
+    first = first + size if isinstance(first, int) and first < 0 else first
+    return moved(tuple(dims), Window(whole, dims[at], at, -first, first))
+
+
+def moved(dims: Dims, window: Window) -> Typing:
+    """A slice, a shift, zeros put in front or behind: elements at other positions."""
+    return Typing(
+        dims,
+        linear="one",
+        apart=(window.source, window.out),
+        window=window,
+        localize=_moved(window),
+    )
+
+
+def _moved(window: Window) -> Any:
+    def localize(local: Any) -> Any:
+        return local.fetch(window) if local.spanned(window) else local.default()
+
+    return localize
 
 
 def stop_is_end(stop: Any, size: int) -> bool:
@@ -270,15 +302,20 @@ def _repeat_interleave(extra: Dim) -> Any:
 
 def pad(t: Typer, node: fx.Node) -> Typing:
     """pad(x, [before, after] of the last dimension, the one before ...): padded dimensions must be
-    whole, also those that keep their size (one in front, one less behind: a shift)."""
+    whole, also those that keep their size (one in front, one less behind: a shift); one that is
+    padded with zeros moves."""
     dims, shape, whole = list(t.dims(node.args[0])), t.shape(node.meta["val"]), []
-    amounts = node.args[1]
+    amounts, window = node.args[1], None
     for i in range(len(amounts) // 2):
         if any(isinstance(n, fx.Node) or n for n in amounts[2 * i : 2 * i + 2]):
             whole.append(dims[-1 - i])
             dims[-1 - i] = fresh(shape[-1 - i])
+            before = t.size(_value(amounts[2 * i]))
+            window = Window(whole[-1], dims[-1 - i], len(dims) - 1 - i, before, -before)
     constant = "constant" in str(node.target) or argument(node, 2, "mode", "constant") == "constant"
     value = argument(node, 2 if "constant" in str(node.target) else 3, "value")
+    if constant and not value and window and len(whole) == 1 and window.out:
+        return moved(tuple(dims), window)
     return Typing(tuple(dims), whole=whole, linear="one" if constant and not value else "")
 
 
