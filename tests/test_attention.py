@@ -29,8 +29,9 @@ def links(cp: int, zigzag: bool, group: str = "") -> list[Link]:
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     assert found.shape == wanted.shape, what
-    limit = 1e-9 * max(1e-3, wanted.abs().max().item() if wanted.numel() else 0.0)
-    assert (found - wanted).abs().max().item() <= limit if wanted.numel() else True, what
+    if wanted.numel():
+        limit = 1e-9 * max(1e-3, wanted.abs().max().item())
+        assert (found - wanted).abs().max().item() <= limit, what
 
 
 def together(attention: Attention, given: dict, cut: list) -> dict[str, torch.Tensor]:
@@ -227,44 +228,43 @@ def test_ring_attention_on_processes(ranks, zigzag):
 # --- precision ---
 
 
-def errors(
-    attend, given: dict, exact: dict[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, float]:
-    """Largest errors of the result and of gradients."""
+def errors(attend, given: dict, exact: dict[str, torch.Tensor], dtype: torch.dtype) -> dict:
+    """Of the result and of gradients: the largest error, and the root of the mean square."""
     low = {n: given[n].detach().to(dtype).requires_grad_() for n in "qkv"}
     low |= {"grad": given["grad"].to(dtype), "sinks": None, "vectors": []}
     out = attend(low)
     grads = torch.autograd.grad(out, [low[n] for n in "qkv"], low["grad"])
     found = {"out": out.detach()} | dict(zip("qkv", grads, strict=True))
-    return {n: (x.double() - exact[n]).abs().max().item() for n, x in found.items()}
+    off = {n: x.double() - exact[n] for n, x in found.items()}
+    return {n: torch.stack([x.abs().max(), x.square().mean().sqrt()]) for n, x in off.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_blocks_lose_no_precision(dtype, name):
-    attention, size = CASES[name].attention, 256
+    """Against torch's own attention of the same inputs: means over some, largest errors vary."""
+    attention, size, seeds = CASES[name].attention, 256, 12
+    cut = links(4, True)
+    order = torch.cat([jobs.local(torch.arange(size), link, size, 0) for link in cut]).argsort()
+
+    def sdpa(low):
+        more = {"is_causal": attention.causal, "enable_gqa": True, "scale": attention.scale}
+        return F.scaled_dot_product_attention(low["q"], low["k"], low["v"], **more)
+
+    def in_blocks(low):
+        return torch.cat([jobs.gathered_on(attention, low, link) for link in cut], 2)[:, :, order]
+
     ours, torchs = [], []
-    for seed in range(4):
-        rounded = jobs.inputs(CASES[name], size, size, dims=(16, 16), seed=seed)
-        rounded |= {n: rounded[n].detach().to(dtype).double().requires_grad_() for n in "qkv"}
-        rounded["grad"] = rounded["grad"].to(dtype).double()
-        exact = jobs.solved(attention, rounded)
-
-        def sdpa(low):
-            more = {"is_causal": attention.causal, "enable_gqa": True, "scale": attention.scale}
-            return F.scaled_dot_product_attention(low["q"], low["k"], low["v"], **more)
-
-        def in_blocks(low):
-            cut = links(4, True)
-            rows = [jobs.local(torch.arange(size), link, size, 0) for link in cut]
-            outs = [jobs.gathered_on(attention, low, link) for link in cut]
-            return torch.cat(outs, 2)[:, :, torch.cat(rows).argsort()]
-
-        ours.append(errors(in_blocks, rounded, exact, dtype))
-        torchs.append(errors(sdpa, rounded, exact, dtype))
+    for seed in range(seeds):
+        given = jobs.inputs(CASES[name], size, size, dims=(16, 16), seed=seed)
+        given |= {n: given[n].detach().to(dtype).double().requires_grad_() for n in "qkv"}
+        given["grad"] = given["grad"].to(dtype).double()
+        exact = jobs.solved(attention, given)
+        ours.append(errors(in_blocks, given, exact, dtype))
+        torchs.append(errors(sdpa, given, exact, dtype))
     for key in ours[0]:
-        mine, other = (max(e[key] for e in found) for found in (ours, torchs))
-        assert mine <= 1.05 * other, f"{key}: {mine} against {other}"
+        mine, other = (sum(e[key] for e in found) / seeds for found in (ours, torchs))
+        assert (mine <= 1.05 * other).all(), f"{key}: {mine} against {other}"
 
 
 # --- dropout ---
@@ -363,29 +363,39 @@ def test_nothing_as_large_as_the_scores_is_kept(name):
     assert max(kept) < size * size // 2
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal, sinks", "bias, causal", "window", "padding"])
-def test_shapes_are_known_without_values(name, dtype, device):
+def test_shapes_are_known_without_values(name, dtype):
     case = CASES[name]
     with FakeTensorMode():
         for (cp, zigzag), dropout in itertools.product(CUTS, (0.0, 0.5)):
             attention = Attention(**vars(case.attention) | {"dropout": dropout})
-            given = jobs.inputs(case, 17, 17, heads=(8, 2), dims=(8, 12))
+            given = jobs.inputs(case, 17, 17, heads=(8, 2), dims=(8, 12), dtype=dtype)
             for link in links(cp, zigzag):
-                q, k, v = (
-                    jobs.local(given[n].detach().to(device, dtype), link, 17).requires_grad_()
-                    for n in "qkv"
-                )
-                vectors = jobs.rank_vectors(attention, given, link, 17)
-                vectors = [x.detach().to(device).requires_grad_(x.requires_grad) for x in vectors]
-                sinks = None if given["sinks"] is None else given["sinks"].to(device)
-                rest = (sinks, vectors, attention, 17, 17)
+                q, k, v = (jobs.local(given[n].detach(), link, 17).requires_grad_() for n in "qkv")
+                vectors = [
+                    x.detach().requires_grad_(x.requires_grad)
+                    for x in jobs.rank_vectors(attention, given, link, 17)
+                ]
+                rest = (given["sinks"], vectors, attention, 17, 17)
                 out = ring_attention(q, link, k, v, *rest)
                 assert (out.shape, out.dtype) == ((*q.shape[:3], v.shape[3]), dtype)
                 out.sum().backward()
                 for x in (q, k, v, *(x for x in vectors if x.requires_grad)):
                     assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_cuda_take_what_they_are_given(dtype):
+    """As far as shapes say, which are those of the kernels on no device."""
+    for square, dims, j in ((True, (8, 8), 5), (False, (12, 20), 7), (False, (300, 300), 7)):
+        shapes = ((2, 8, 5, dims[0]), (2, 2, j, dims[0]), (2, 2, j, dims[1]))
+        q, k, v = (torch.empty(*shape, dtype=dtype, device="meta") for shape in shapes)
+        out, lse = engine._kernel(q, k, v, square, 0.3)
+        assert (out.shape, out.dtype) == ((2, 8, 5, dims[1]), dtype)
+        assert (lse.shape, lse.dtype) == ((2, 8, 5), torch.float32)
+        found = engine._kernel_backward(out, q, k, v, out, lse, square, 0.3)
+        assert [x.shape for x in found] == list(shapes)
 
 
 def test_gathered_shapes_are_known_without_values():

@@ -309,6 +309,13 @@ def _has_kernel(attention: Attention, q: torch.Tensor) -> bool:
     return q.is_cpu or (q.is_cuda and q.dtype != torch.float64)
 
 
+def _precise(work: _Work, x: torch.Tensor) -> torch.Tensor:
+    """On the CPU, half types in float32 where several blocks make a result: a kernel rounds what it
+    gives to its inputs' type, block by block. (CUDA's kernels of half types have no other.)"""
+    several = work.link is not None and work.link.size > 1
+    return x.to(_wide(x.dtype)) if several and x.is_cpu else x
+
+
 def _width(q: torch.Tensor, v: torch.Tensor) -> int:
     """The head dimension that the kernels see: the same for keys and values, whole vectors."""
     width = max(q.shape[3], v.shape[3])
@@ -509,8 +516,10 @@ def _read(
     """Add a block to the total."""
     attention, one = work.attention, total[1].new_ones(())
     if _has_kernel(attention, q):
+        q, k, v = (_precise(work, x) for x in (q, k, v))
         for part in parts(stairs(work.queries, keys, attention)):
-            out, lse = _kernel(*_of(part, q, k, v), part.square, attention.scale)
+            x, y, z = _of(part, q, k, v)
+            out, lse = _kernel(x, y, z, part.square, attention.scale)
             _add(total, part.rows, (out, lse, one))
         return
     for tile in _tiles(work, keys):
@@ -561,13 +570,13 @@ def _read_backward(
     """Add a block's part of the gradients to the sums given."""
     attention, q = work.attention, back.q
     if back.mass is None:
+        q, k, v, *tops = (_precise(work, x) for x in (q, k, v, back.grad, back.out))
         for part in parts(stairs(work.queries, keys, attention)):
-            rows = [_of(part, x)[0] for x in (back.grad, back.out, back.m)]
-            grad, out, lse = rows
-            inputs = _of(part, q, k, v)
-            found = _kernel_backward(grad, *inputs, out, lse, part.square, attention.scale)
-            for place, x in zip(_of(part, dq, dk, dv), found, strict=True):
-                place.add_(x)
+            grad, out, lse = (_of(part, x)[0] for x in (*tops, back.m))
+            x, y, z = _of(part, q, k, v)
+            found = _kernel_backward(grad, x, y, z, out, lse, part.square, attention.scale)
+            for place, more in zip(_of(part, dq, dk, dv), found, strict=True):
+                place.add_(more)
         return
     assert back.dot is not None
     for tile in _tiles(work, keys):
@@ -619,7 +628,8 @@ def _backward(
     link, held = work.link, k.shape[2]
     length = link.padded(work.size_k) if work.ring else held
     left = link.size - 1 if work.ring else 0
-    sent, arriving, works = None, None, []
+    sent, arriving = None, None
+    works: list[Any] = []
     for keys, keys_here, values_here in _blocks(work, k, v, own_last=True):
         mine = k.new_zeros(
             math.prod(k.shape[:2]) * length * (k.shape[3] + v.shape[3]), dtype=dq.dtype
