@@ -1,4 +1,4 @@
-"""The two collectives that move weights and gradients, on one contiguous tensor, asynchronously.
+"""What moves weights, gradients and blocks of keys, on one contiguous tensor, asynchronously.
 
 gloo reduces everything everywhere where only a part of the sum is asked for, and copies what it
 gathers once more: there both are sends and receives between all pairs of ranks, which moves the
@@ -50,6 +50,25 @@ def reduce_scatter(flat: torch.Tensor, group: Any) -> Generator[torch.Tensor | N
         out += part
     scratch.give(rest)
     yield out
+
+
+def shift(flat: torch.Tensor, into: torch.Tensor, group: Any, tag: int = 0) -> list[Any]:
+    """Send ``flat`` to the next rank of the group, and receive ``into`` from the previous one (of
+    two ranks, one is both). Gives what to wait for; neither tensor may be touched before. ``tag``
+    keeps apart what is under way at the same time."""
+    ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    to, origin = (mine + 1) % ranks, (mine - 1) % ranks
+    if dist.get_backend(group) == "gloo":
+        return [
+            dist.isend(flat, group=group, group_dst=to, tag=tag),
+            dist.irecv(into, group=group, group_src=origin, tag=tag),
+        ]
+    # one batch, so that no rank waits for another to receive before it does so itself
+    both = [
+        dist.P2POp(dist.isend, flat, group=group, tag=tag, group_peer=to),
+        dist.P2POp(dist.irecv, into, group=group, tag=tag, group_peer=origin),
+    ]
+    return list(dist.batch_isend_irecv(both))
 
 
 class Scratch:
