@@ -8,6 +8,7 @@ from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from passes.canonicalize import Canonicalize
 from passes.data_parallel import DataParallel
+from passes.fuse_attention import FuseAttention
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
 from passes.recompute import Recompute
@@ -19,6 +20,7 @@ PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         Canonicalize,
+        FuseAttention,
         InferAxes,
         DataParallel,
         TensorParallel,
