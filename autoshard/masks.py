@@ -177,7 +177,7 @@ def judge(
     needed = ancestors([v for v, known in zip(vectors, of_sizes, strict=True) if known])
     numbers = [a for n in score.graph.nodes for a in n.args]
     alone = _symbols(shape[0]) - _symbols(shape[2]) - _symbols(shape[3])
-    verdicts = []
+    verdicts: list[Verdict] = []
     for sizes in settings(program, needed, shape, numbers, alone):
         env = evaluate(program, needed, sizes)
         sides = tuple(_at(s, sizes) for s in shape[2:])

@@ -23,9 +23,9 @@ class Operand:
     order: tuple[int | None, ...]
 
     def simple(self) -> Operand:
-        """The same without the transposes that the node itself is."""
+        """The same without transposes that undo each other."""
         before = permutation(self.node)
-        if before is None:
+        if before is None or self.order == tuple(range(len(self.order))):
             return self
         order = tuple(None if d is None else before[d] for d in self.order)
         return Operand(self.node.args[0], order).simple()
@@ -71,7 +71,7 @@ def _scores_of(node: fx.Node) -> Product:
         (left, right), operands, out = _equation(node)
         if out[-1] in left:
             left, right, operands = right, left, operands[::-1]
-        lead, (row, column) = out[:-2], out[-2:]
+        lead, row, column = out[:-2], out[-2], out[-1]
         summed = _summed(left, right, out)
         if row in right or column in left:
             raise Untraceable("an einsum that is not of queries and keys")

@@ -67,6 +67,14 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(expression(s) for s in node.meta["val"].shape)
 
 
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The type that a node names, else that of its value: `verify` raises the former only."""
+    named = node.kwargs.get("dtype")
+    if named is None and node.target is aten.to.dtype:
+        named = node.args[1]
+    return named if isinstance(named, torch.dtype) else node.meta["val"].dtype
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether every element of the result depends on one element of each operand."""
     tags = getattr(node.target, "tags", ())
@@ -191,7 +199,7 @@ class Tracer:
             return None
         fake = node.meta["val"]
         shape = [1] * 4 if fake.ndim else []
-        return self.call(aten.new_full.default, self.block, shape, value, dtype=fake.dtype)
+        return self.call(aten.new_full.default, self.block, shape, value, dtype=dtype_of(node))
 
     def number(self, node: fx.Node) -> Any:
         """What every element of a node is, if that is one number that is known; else None."""
@@ -248,9 +256,8 @@ class Tracer:
             return self.scores(n, self.form(n, tail))
 
         if op_name(node.target) in CASTS:
-            made = node.meta["val"].dtype
-            given = operand(node.args[0])
-            if node.args[0].meta["val"].dtype == made:
+            made, given = dtype_of(node), operand(node.args[0])
+            if dtype_of(node.args[0]) == made:
                 return given
             return self.call(aten.to.dtype, given, made)
         args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
@@ -296,14 +303,21 @@ def _before(
     if kind == "repeat":
         times = [expression(getattr(t, "meta", {}).get("val", t)) for t in node.args[1]]
         pairs = list(zip(form, times, strict=True))[len(form) - len(shape) :]
-        found = [
-            f if t == 1 else regrouped(f, (t, s), sizes)
-            for (f, t), s in zip(pairs, shape, strict=True)
-        ]
-        if any(f is None for f in found):
-            return None
-        return [f if t == 1 else f[1] for f, (_, t) in zip(found, pairs, strict=True)]
+        return _unrepeated(pairs, shape, sizes)
     return None
+
+
+def _unrepeated(
+    repeated: list[tuple[tuple[int, ...], Any]], shape: tuple[Any, ...], sizes: tuple[Any, ...]
+) -> list[Any] | None:
+    """Of every dimension that was repeated some times, as a whole, the part that is one time."""
+    out = []
+    for (form, times), size in zip(repeated, shape, strict=True):
+        parts = [(), form] if times == 1 else regrouped(form, (times, size), sizes)
+        if parts is None:
+            return None
+        out.append(parts[1])
+    return out
 
 
 def regrouped(

@@ -38,6 +38,7 @@ from autoshard.scores import (
     Form,
     Tracer,
     Untraceable,
+    dtype_of,
     keeps_shape,
     marked,
     permutation,
@@ -151,10 +152,10 @@ class _Fuser:
         q, k = (self._operand(o, form, sizes) for o in (first.left, first.right))
         v = self._operand(second.right, last, sizes)
         sinks = None if sink is None else self._sinks(sink, tracer)
-        given = first.node.meta["val"].dtype
+        given = dtype_of(first.node)
         dtype = argument(softmax, 2, "dtype") if op_name(softmax.target) == "softmax" else None
-        if dtype is None and softmax.meta["val"].dtype != given:
-            dtype = softmax.meta["val"].dtype
+        if dtype is None and dtype_of(scores) != given:
+            dtype = dtype_of(scores)
         scale, result = _without_scale(tracer, result)
         spec = Attention(scale, dropout=weights.dropout, sinks=sinks is not None, dtype=dtype)
         spec = self._judged(spec, tracer, result, given)
@@ -196,8 +197,7 @@ class _Fuser:
             return None if inner is None else self._call(aten.permute.default, inner, order)
         if kind in CASTS:
             inner = self._unrepeated(source, dim)
-            made = node.meta["val"].dtype
-            return None if inner is None else self._call(aten.to.dtype, inner, made)
+            return None if inner is None else self._call(aten.to.dtype, inner, dtype_of(node))
         if kind == "repeat_interleave" and argument(node, 2, "dim") in (dim, dim - len(shape)):
             return source if isinstance(node.args[1], int) else None
         if kind == "expand" and before == _with(shape, dim, 1):
@@ -306,9 +306,8 @@ class _Fuser:
             node, form = node.args[0], inner
         if form == ((HEADS,),):
             return node
-        if {s for dim in form for s in dim} != {HEADS} - (
-            {HEADS} if tracer.sizes[1] == 1 else set()
-        ):
+        slots = {s for dim in form for s in dim}
+        if slots != {HEADS} and (slots or tracer.sizes[HEADS] != 1):
             raise Untraceable("sinks that are more than one number a head")
         return self._call(aten.flatten.using_ints, node, 0, -1)
 
@@ -421,7 +420,8 @@ def _with(shape: tuple[Any, ...], dim: int, size: int) -> tuple[Any, ...]:
 
 def _weights(softmax: fx.Node) -> _Weights:
     """Follows what uses a softmax to the product with the values."""
-    node, path, sinks, dropout = softmax, [], False, 0.0
+    path: list[fx.Node] = []
+    node, sinks, dropout = softmax, False, 0.0
     while True:
         users = [u for u in node.users if op_name(u.target) != "sym_size"]
         if len(users) != 1:
