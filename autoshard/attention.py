@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 #: How keys and values of other ranks reach a query: round a ring, or gathered before.
@@ -36,3 +37,16 @@ class Attention:
     sinks: bool = False
     dropout: float = 0.0
     dtype: Any = None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    vectors: list[torch.Tensor],
+    key: str,
+) -> torch.Tensor:
+    """The attention that ``program.attentions[key]`` says: ``[b, h, i, e]``, of ``v``'s dtype.
+    ``sinks[h]``. It stands in the graph until the ranks' own attention takes its place."""
+    raise NotImplementedError(f"{key} is to be replaced before the graph runs")

@@ -14,6 +14,7 @@ from autoshard.axes import Axis, atoms, leaves, same_size, size_of, unify
 from autoshard.errors import ShardingError, message
 from autoshard.program import Program, module_path, tensor_results
 from autoshard.rules import Typer, Typing, op_name, rule_for
+from autoshard.rules.attention import ATTENTIONS
 
 
 def expression(size: Any) -> Any:
@@ -29,6 +30,7 @@ def infer_axes(program: Program) -> dict[fx.Node, Typing]:
     """Fill ``program.dims`` and the parameters' dims; return what each op's rule stated."""
     dims, typings = program.dims, {}
     typer = Typer(dims, expression)
+    typer.attentions = program.attentions
     program.fallbacks.clear()
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -134,7 +136,7 @@ def _names(program: Program, typings: dict[fx.Node, Typing]) -> None:
     dims = program.dims
     for node in typings:
         kind = op_name(node.target)
-        if kind == "scaled_dot_product_attention":
+        if kind in ATTENTIONS:
             q, k, v = (dims[n] for n in node.args[:3])
             _name(q[-3], "heads")
             _name(q[-3], "kv", "group")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoshard.attention import Attention
 from autoshard.axes import Axis, Dim
 from autoshard.layout import Layout
 from autoshard.mesh import SubMesh
@@ -116,6 +117,7 @@ class Program:
     assignments: list[Assignment] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
+    attentions: dict[str, Attention] = field(default_factory=dict)  # what `attend` nodes name
     constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
     units: dict[str, Unit] = field(default_factory=dict)
     offload: bool = False  # parameters, and so optimizer states, are held in host memory
@@ -194,5 +196,6 @@ def shallow(program: Program) -> Program:
     new.values = {key: dataclasses.replace(p) for key, p in program.values.items()}
     for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
         setattr(new, name, list(getattr(program, name)))
-    new.left, new.units = dict(program.left), dict(program.units)
+    for name in ("attentions", "left", "units"):
+        setattr(new, name, dict(getattr(program, name)))
     return new

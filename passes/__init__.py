@@ -9,6 +9,7 @@ from autoshard.errors import ShardingError, message
 from passes.canonicalize import Canonicalize
 from passes.context_parallel import MODES, ContextParallel
 from passes.data_parallel import DataParallel
+from passes.fuse_attention import FuseAttention
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
 from passes.recompute import Recompute
@@ -20,6 +21,7 @@ PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         Canonicalize,
+        FuseAttention,
         InferAxes,
         DataParallel,
         TensorParallel,

@@ -2,7 +2,7 @@
 
 Requires: a captured graph. Gives: no assertions, aliases, no-op casts or inactive dropouts; masks
 that are causal or full for every size replaced by ``is_causal`` or dropped; scaled additions of
-products written out.
+products written out; no concatenation with nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoshard.chain import Pass
-from autoshard.infer import expression
+from autoshard.masks import ancestors, depends_on_sizes_only, evaluate, settings
 from autoshard.program import Program, shallow
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
@@ -24,8 +24,6 @@ DROPPED = frozenset(
     """_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range
     sym_constrain_range_for_size""".split()
 )
-#: Largest side of a mask that is evaluated to see what it is.
-LARGEST_MASK = 4200
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _copied(graph, node)
     elif kind == "baddbmm":
         _write_out_baddbmm(graph, node)
+    elif kind == "cat":
+        _without_empty(node)
 
 
 def _constant_index(program: Program, node: fx.Node) -> None:
@@ -130,6 +130,16 @@ def _copied(graph: fx.Graph, node: fx.Node) -> None:
     _replace(node, new)
 
 
+def _without_empty(node: fx.Node) -> None:
+    """cat leaves out tensors of shape (0,), such as a cache that holds nothing yet."""
+    parts = list(node.args[0])
+    full = [n for n in parts if tuple(n.meta["val"].shape) != (0,)]
+    if len(full) == len(parts):
+        return
+    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
+        _replace(node, full[0])
+
+
 def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
     """beta * input + alpha * (a @ b)"""
     added, a, b = node.args[:3]
@@ -175,64 +185,16 @@ def _recognise_masks(program: Program) -> None:
 
 def _what_mask(program: Program, mask: fx.Node) -> str:
     """``causal``, ``full`` or ``other``."""
-    needed = _ancestors(mask)
-    if any(n.op == "placeholder" and not _read_for_size_only(n, needed) for n in needed):
+    needed = ancestors([mask])
+    if not depends_on_sizes_only(program, needed):
         return "other"
-    shape = [expression(s) for s in mask.meta["val"].shape]
-    symbols = sorted({s for e in shape if not isinstance(e, int) for s in e.free_symbols}, key=str)
-    constants = {
-        a for n in needed for a in n.args if isinstance(a, int) and not isinstance(a, bool)
-    }
-    lengths = {5, 9}
-    for constant in constants:
-        if 2 < abs(constant) < 2**30:
-            if abs(constant) + 2 > LARGEST_MASK:
-                return "other"
-            lengths.add(abs(constant) + 2)
-    if not symbols:
-        lengths = {0}
     verdicts = set()
-    for length in sorted(lengths):
-        verdicts.add(_evaluate(needed, mask, dict.fromkeys(symbols, length)))
+    for sizes in settings(program, needed, mask.meta["val"].shape):
+        env = evaluate(program, needed, sizes)
+        verdicts.add("other" if env is None else _classify(env[mask]))
         if "other" in verdicts:
             return "other"
     return verdicts.pop() if len(verdicts) == 1 else "other"
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    found, stack = set(), [node]
-    while stack:
-        item = stack.pop()
-        if item not in found:
-            found.add(item)
-            stack.extend(item.all_input_nodes)
-    return [n for n in node.graph.nodes if n in found]
-
-
-def _read_for_size_only(node: fx.Node, needed: list[fx.Node]) -> bool:
-    users = [n for n in needed if node in n.all_input_nodes]
-    return all(op_name(n.target) == "sym_size" for n in users)
-
-
-def _evaluate(needed: list[fx.Node], mask: fx.Node, sizes: dict[Any, int]) -> str:
-    env: dict[fx.Node, Any] = {}
-    for node in needed:
-        if node.op == "placeholder":
-            env[node] = None
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            expr = expression(value)
-            env[node] = int(expr if isinstance(expr, int) else expr.subs(sizes))
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        try:
-            env[node] = node.target(*args, **kwargs)
-        except Exception:
-            return "other"
-    return _classify(env[mask])
 
 
 def _classify(mask: torch.Tensor) -> str:

@@ -23,6 +23,7 @@ from autoshard.infer import batch_axes, derived
 from autoshard.mesh import SubMesh
 from autoshard.program import Assignment, Program, shallow
 from autoshard.rules import Typing, op_name
+from autoshard.rules.attention import ATTENTIONS
 from autoshard.rules.core import operands
 
 #: Sizes taken for dynamic dimensions when work and traffic are compared.
@@ -259,7 +260,7 @@ def _count(
     for key in space & set(found):
         candidate = found[key]
         if key in whole:
-            if kind == "scaled_dot_product_attention":
+            if kind in ATTENTIONS:
                 candidate.blocked = "attention needs it whole"
             candidate.traffic += largest
             candidate.gathered = True

@@ -1,4 +1,4 @@
-"""Scaled dot product attention."""
+"""Scaled dot product attention, and `attend`, the one op that every attention can become."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.axes import leaves
-from autoshard.rules.core import Typer, Typing, argument, broadcast, fresh, size_of, unify
+from autoshard.rules.core import Dims, Typer, Typing, argument, broadcast, fresh, size_of, unify
 
 
 def attention(t: Typer, node: fx.Node) -> Typing:
@@ -30,12 +30,48 @@ def attention(t: Typer, node: fx.Node) -> Typing:
         broadcast([t.dims(mask)[:-1], out[:-1]])
         if t.dims(mask)[-1]:
             unify(t.dims(mask)[-1], k[-2])
+    _give_roles(q)
+    dropout = argument(node, 4, "dropout_p", 0.0)
+    return Typing(out, whole=whole, random=bool(dropout), flops=_flops(q, k, v, out))
+
+
+def attend(t: Typer, node: fx.Node) -> Typing:
+    """q[b, h, i, d], k[b, g, j, d], v[b, g, j, e], sinks[h], vectors[b, h, i, j] (any of them 1)
+    -> [b, h, i, e]"""
+    q, k, v = (t.dims(n) for n in node.args[:3])
+    sinks, vectors, key = node.args[3:]
+    spec = t.attentions[key]
+    unify(q[-1], k[-1])
+    unify(k[-2], v[-2])
+    unify(k[-3], v[-3])
+    unify(q[0], k[0])
+    unify(q[0], v[0])
+    unify(q[-3], (*k[-3], *fresh(size_of(q[-3]) // size_of(k[-3]))))
+    if sinks is not None:
+        unify(t.dims(sinks)[0], q[-3])
+    for vector, (queries, keys) in zip(vectors, spec.varies, strict=True):
+        dims = t.dims(vector)
+        broadcast([dims[:2], q[:2]])
+        if queries:
+            unify(dims[2], q[-2])
+        if keys:
+            unify(dims[3], k[-2])
+    out = (*q[:-1], v[-1])
+    whole = [k[-2], q[-1], v[-1]]
+    _give_roles(q)
+    return Typing(out, whole=whole, random=bool(spec.dropout), flops=_flops(q, k, v, out))
+
+
+def _give_roles(q: Dims) -> None:
     for axes, role in ((q[-3] if len(q) > 2 else (), "heads"), (q[-2], "sequence")):
         for axis in leaves(axes):
             axis.role = role
-    dropout = argument(node, 4, "dropout_p", 0.0)
-    flops = 2 * size_of(sum(out[:-1], ())) * size_of(k[-2]) * (size_of(q[-1]) + size_of(v[-1]))
-    return Typing(out, whole=whole, random=bool(dropout), flops=flops)
 
 
-RULES: list[Any] = [("scaled_dot_product_attention", attention)]
+def _flops(q: Dims, k: Dims, v: Dims, out: Dims) -> Any:
+    return 2 * size_of(sum(out[:-1], ())) * size_of(k[-2]) * (size_of(q[-1]) + size_of(v[-1]))
+
+
+#: The ops that are an attention.
+ATTENTIONS = ("scaled_dot_product_attention", "attend")
+RULES: list[Any] = [("scaled_dot_product_attention", attention), ("attend", attend)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.attention import Attention
 from autoshard.axes import Axis, Dim, axis_dim, size_of, unify
 
 Dims = tuple[Dim, ...]
@@ -79,6 +80,7 @@ class Typer:
 
     def __init__(self, dims: dict[fx.Node, Any], size: Callable[[Any], Any]):
         self._dims, self._size = dims, size
+        self.attentions: dict[str, Attention] = {}  # of the program
         self.rows: dict[Any, Dim] = {}  # the dynamic number of rows of the inputs -> the batch
 
     def dims(self, node: fx.Node) -> Dims:
