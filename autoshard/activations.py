@@ -148,13 +148,19 @@ def _flat(program: Program) -> fx.GraphModule:
     graph = loss_graph(program) if program.loss is not None else fx.Graph()
     if program.loss is None:
         graph.output(graph.graph_copy(program.graph, {}))
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target is rng.draw:
             node.update_arg(1, ())  # a stream of one's own is seeded by a number
+            if node.args[0] is rng.number:
+                node.replace_all_uses_with(0)
+                graph.erase_node(node)
     root = torch.nn.Module()
     held = {name: f"unit_{i}" for i, name in enumerate(program.units)}
     for name, attribute in held.items():
         setattr(root, attribute, _Unit(program, name))
+    for name, attention in program.attentions.items():
+        held[name] = name
+        setattr(root, name, attention)
     return fx.GraphModule(root, bound(graph, program.mesh, 0, {}, _device(program), held))
 
 

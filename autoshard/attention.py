@@ -27,6 +27,7 @@ class Attention:
     sinks: whether there is one more score a head, that no value belongs to.
     dropout: probability, of the softmax's results. dtype: what the softmax is computed in, None for
     the products' own (float32 at least).
+    transport: where tokens are cut, how keys come to a query: one of `TRANSPORTS`.
     """
 
     scale: float
@@ -37,6 +38,7 @@ class Attention:
     sinks: bool = False
     dropout: float = 0.0
     dtype: Any = None
+    transport: str = "ring"
 
 
 def attend(

@@ -24,16 +24,20 @@ WIRE = {
     "start_gather": ("all_gather", ""),  # and in backward once more, where weights are not kept
     "wait_gather": ("", "reduce_scatter"),
     "sum_gradients": ("", "all_reduce"),
+    "ring_attention": ("ring", "ring_back"),
 }
 
 
 def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
     """Bytes a rank sends in a ring collective over ``ranks`` on a tensor of ``whole_bytes`` in all:
-    all_reduce 2 (n-1)/n of it, all_gather and reduce_scatter (n-1)/n (Thakur et al. 2005; Patarasuk
-    and Yuan 2009)."""
+    all_reduce 2 (n-1)/n of it, all_gather, reduce_scatter and all_to_all (n-1)/n (Thakur et al.
+    2005; Patarasuk and Yuan 2009). So does what travels round a ring, and back with its gradients
+    twice that. A halo is counted as what is sent."""
     if not kind:
         return 0
-    times = (2 if kind == "all_reduce" else 1) * (ranks - 1)
+    if kind == "halo":
+        return whole_bytes
+    times = (2 if kind in ("all_reduce", "ring_back") else 1) * (ranks - 1)
     if isinstance(whole_bytes, int) or whole_bytes.is_Integer:
         return -(-times * int(whole_bytes) // ranks)  # no part of a byte travels
     return sympy.Rational(times, ranks) * whole_bytes
@@ -42,7 +46,7 @@ def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
 def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
     """Bytes a rank sends forward and backward, as closed forms in batch and sequence."""
     ranks = mesh.size(conversion.axes)
-    gathers = WIRE[conversion.kind][0] == "all_gather"
+    gathers = WIRE[conversion.kind][0] in ("all_gather", "ring")
     whole = conversion.numel * conversion.itemsize * (ranks if gathers else 1)
     forward, backward = WIRE[conversion.kind]
     return (

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoshard import collectives
+from autoshard.attention import Attention
 from autoshard.collectives import Link
 from autoshard.cost import is_cut
 from autoshard.errors import MeshError, ShardingError, message
@@ -23,16 +24,25 @@ from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
 from autoshard.runtime import checks, gather, optimizers, rng, sections, zero
+from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 
 LINKED = {
     *collectives.CONVERSIONS,
     collectives.all_reduce_max,
     collectives.runwise,
+    ring_attention,
+    gathered_attention,
     *collectives.LOCAL,
     rng.draw,
     *zero.CALLS,
 }
+
+#: Of those, what sends nothing.
+SILENT = {rng.draw, collectives.runwise, gathered_attention, *collectives.LOCAL}
+
+#: At which argument some name what they need.
+NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {ring_attention: 6, gathered_attention: 6}
 
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
@@ -66,14 +76,16 @@ def bind(
     groups: dict[tuple[str, ...], str],
     device: torch.device | None = None,
     units: Mapping[str, zero.Weights] | None = None,
+    attentions: Mapping[str, Attention] | None = None,
 ) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
-    names of ``units`` become the rank's own, tensors made inside it are made on ``device``, and
-    recomputed blocks become submodules."""
+    names of ``units`` become the rank's own, those of ``attentions`` what they compute, tensors
+    made inside it are made on ``device``, and recomputed blocks become submodules."""
     root = nn.Module()
-    for i, unit in enumerate((units or {}).values()):
-        setattr(root, f"unit_{i}", unit)
     held = {name: f"unit_{i}" for i, name in enumerate(units or {})}
+    held |= {name: name for name in attentions or {}}
+    for name, what in {**(units or {}), **(attentions or {})}.items():
+        setattr(root, held[name], what)
     return outlined(bound(graph, mesh, rank, groups, device, held), root)
 
 
@@ -85,7 +97,8 @@ def bound(
     device: torch.device | None = None,
     held: Mapping[str, str] | None = None,
 ) -> fx.Graph:
-    """What `bind` makes, as a flat graph. ``held``: attributes that the names of units become."""
+    """What `bind` makes, as a flat graph. ``held``: attributes that the names of units, and those
+    of attentions, become."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
@@ -94,15 +107,16 @@ def bound(
             node.kwargs = {**node.kwargs, **place}
             node.args = tuple(device if isinstance(v, torch.device) else v for v in node.args)
         linked = node.op == "call_function" and node.target in LINKED
-        if linked and node.target in zero.CALLS and held:
+        named = NAMED_AT.get(node.target) if linked else None
+        if named is not None and held:
             with new.inserting_before(node):
-                node.update_arg(2, new.get_attr(held[node.args[2]]))
+                node.update_arg(named, new.get_attr(held[node.args[named]]))
         if not linked or not isinstance(node.args[1], tuple):
             continue
         axes = node.args[1]
         if not axes:
             continue
-        silent = node.target in (rng.draw, collectives.runwise, *collectives.LOCAL)
+        silent = node.target in SILENT
         group = "" if silent or not groups else groups[axes]  # those send nothing
         link = Link.of(mesh, rank, axes, group)
         node.update_arg(1, link)
@@ -255,7 +269,7 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
-        place = (program.mesh, self.rank_index, names, self._device, weights)
+        place = (program.mesh, self.rank_index, names, self._device, weights, program.attentions)
         has_loss = program.loss is not None
         return Mode(
             program,

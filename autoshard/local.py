@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,30 @@ class Local:
                 wanted |= {m: value.layout[m] for m in self.p.batch_axes}
             return self.p.convert(value, wanted)
         return self.p._raw(node)
+
+    def held(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """An operand in the layout that the op reads it in, but along these mesh axes as given."""
+        value = self.read[node]
+        return self.p.convert(value, self.p.wanted(value, self.modes) | layout)
+
+    def assigned(self, dim: Dim, over: tuple[str, ...]) -> bool:
+        """Whether a dimension is one axis that some mesh axes, one at least, may all cut."""
+        axes = leaves(dim)
+        ranked = [self.p.assigned[m] for m in over]
+        return bool(over) and len(axes) == 1 and all(id(axes[0]) in known for known in ranked)
+
+    def seed(self) -> fx.Node:
+        """A number to seed a generator with, of this rank's own stream for what it computes."""
+        cut = tuple(m for m, mode in self.modes.items() if isinstance(mode, Axis))
+        return self.emit(rng.draw, rng.number, cut)
+
+    def note_ring(self, node: fx.Node, sent: tuple[fx.Node, ...]) -> None:
+        """Put keys and values that travel round a ring into the tables."""
+        values = [self.read[n] for n in sent]
+        layout = self.p.wanted(values[0], self.modes)
+        sizes = [[self.p.local_expression(d, layout) for d in v.dims] for v in values]
+        numel = sum(math.prod(each, start=1) for each in sizes)
+        self.p.note("ring_attention", node, values[0], node.args[1], numel)
 
     def value(self, position: int) -> fx.Node:
         return self._node(self.node.args[position])

@@ -64,7 +64,10 @@ class Untraceable(Exception):
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     """The sizes of a node's result, ints or expressions."""
-    return tuple(expression(s) for s in node.meta["val"].shape)
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise Untraceable("a result of several tensors")
+    return tuple(expression(s) for s in value.shape)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

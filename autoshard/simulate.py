@@ -14,12 +14,14 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import collectives
+from autoshard.attention import Attention
 from autoshard.collectives import KINDS, PRIMITIVES, Link, windows
 from autoshard.emit import LINKED
 from autoshard.mesh import SubMesh
 from autoshard.outline import Run, runs
 from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, sections, zero
+from autoshard.runtime.attention import gathered_attention, ring_attention
 
 
 class _Lockstep(torch.autograd.Function):
@@ -171,11 +173,14 @@ def simulate(
     mesh: SubMesh,
     arguments: list[list[Any]],
     units: list[dict[str, Any]] | None = None,
+    attentions: dict[str, Attention] | None = None,
 ) -> list[Any]:
     """Run a graph on all ranks. ``arguments[rank]``: the graph's; ``units[rank]``: the
-    `runtime.zero.Weights` that it names. Gives each rank's results. Recomputed
+    `runtime.zero.Weights` that it names; ``attentions``: those that it names. Gives each rank's
+    results. Recomputed
     blocks are computed again in backward, on all ranks at once."""
     ranks = range(len(arguments))
+    units = [{**own, **(attentions or {})} for own in units or [{}] * len(arguments)]
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
     remaining = [iter(a) for a in arguments]
     last_use = _last_uses(graph)
@@ -244,6 +249,8 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
         flat = _Gathered.apply(own, mesh, *(shard for args, _ in calls for shard in args[3]))
         count = len(own[0].entries)
         return [list(flat[r * count : (r + 1) * count]) for r in range(len(own))]
+    if node.target in (ring_attention, gathered_attention):
+        return _attention(node, mesh, [args for args, _ in calls], units)
     if node.target in LINKED and node.args[1]:
         axes = node.args[1]
         links = [Link.of(mesh, r, axes) for r in range(len(env))]
@@ -272,6 +279,32 @@ def _in_step(node: fx.Node, calls: list[Any]) -> list[Any]:
     for args, kwargs in calls:
         torch.set_rng_state(state)
         out.append(node.target(*args, **kwargs))
+    return out
+
+
+def _attention(node: fx.Node, mesh: SubMesh, calls: list[Any], units: Any) -> list[Any]:
+    """Each rank's queries on all keys: what travels round a ring is gathered here."""
+    axes, ranks = node.args[1], range(len(calls))
+    keys, values = ([args[at] for args in calls] for at in (2, 3))
+    links = [Link.of(mesh, r, axes) if axes else None for r in ranks]
+    if node.target is ring_attention:
+        for first in ranks:
+            group = mesh.peers(first, axes)
+            if group[0] != first:
+                continue
+            for held in (keys, values):
+                own = [links[r] for r in group]
+                sizes = [calls[r][8] for r in group]
+                whole = _Lockstep.apply("all_gather", own, 2, sizes, *(held[r] for r in group))
+                for r, x in zip(group, whole, strict=True):
+                    held[r] = x
+    out = []
+    for r, args in enumerate(calls):
+        sinks, vectors, key, *rest = args[4:]
+        spec = units[r][key]
+        out.append(
+            gathered_attention(args[0], links[r], keys[r], values[r], sinks, vectors, spec, *rest)
+        )
     return out
 
 

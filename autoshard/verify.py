@@ -444,11 +444,14 @@ def _run_step(
     """Forward and backward of all ranks; losses and outputs are compared."""
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
     units = [m.units for m in ranks]
-    results = simulate(program.graph, program.mesh, arguments, units)
+    place = (program.mesh, arguments, units, program.attentions)
+    results = simulate(program.graph, *place)
     names = program.output_names
     if program.loss is not None:
         seed = torch.get_rng_state()
-        results_loss = simulate(loss_graph(program), program.mesh, arguments, units)
+        results_loss = simulate(
+            loss_graph(program), program.mesh, arguments, units, program.attentions
+        )
         torch.set_rng_state(seed)
         torch.autograd.backward([r[0] for r in results_loss])
         for r, got in enumerate(results_loss):

@@ -77,19 +77,15 @@ class Writer:
         numel = math.prod((self.local_expression(d, layout) for d in value.dims), start=1)
         if isinstance(node.meta.get("numel"), (int, sympy.Expr)):
             numel = node.meta["numel"]
-        self.program.conversions.append(
-            Conversion(
-                kind,
-                new.name,
-                value.node.name,
-                tuple(group),
-                self._why(),
-                numel,
-                value.itemsize,
-                value.grad,
-            )
-        )
+        self.note(kind, new, value, tuple(group), numel)
         return new
+
+    def note(
+        self, kind: str, node: fx.Node, value: Value, group: tuple[str, ...], numel: Any
+    ) -> None:
+        """Put a collective into the tables."""
+        about = (group, self._why(), numel, value.itemsize, value.grad)
+        self.program.conversions.append(Conversion(kind, node.name, value.node.name, *about))
 
     def _why(self) -> str:
         assert self.source is not None

@@ -74,8 +74,15 @@ def chain(
                 f"use one of {', '.join(map(repr, MODES))}",
             )
         )
-    steps: list[Pass] = [Canonicalize(), InferAxes(), DataParallel(), TensorParallel(strict=strict)]
-    steps.append(ContextParallel(context_parallel, balance))
+    transport = "ring" if context_parallel == "ulysses" else context_parallel
+    steps: list[Pass] = [
+        Canonicalize(),
+        FuseAttention(transport),
+        InferAxes(),
+        DataParallel(),
+        TensorParallel(strict=strict),
+        ContextParallel(context_parallel, balance),
+    ]
     if sequence_parallel:
         steps.append(SequenceParallel())
     steps.append(Partition())

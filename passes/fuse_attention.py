@@ -1,4 +1,4 @@
-"""fuse_attention: every attention of the graph becomes one op.
+"""fuse_attention: on a mesh with cp, every attention of the graph becomes one op.
 
 Requires: a canonical graph. Gives: `autoshard.attention.attend` in place of every scaled dot
 product attention, and of every product - softmax - product written out, with what each computes in
@@ -53,11 +53,16 @@ BETWEEN = COPIES | CASTS | VIEWS | frozenset("expand unsqueeze squeeze".split())
 
 @dataclass(frozen=True)
 class FuseAttention(Pass):
+    """``transport``: how keys come to queries of other ranks, see `Attention`."""
+
     name: ClassVar[str] = "fuse_attention"
+    transport: str = "ring"
 
     def __call__(self, program: Program) -> Program:
         program = shallow(program)
-        fuser = _Fuser(program)
+        if program.mesh.mesh.size("cp") == 1:
+            return program
+        fuser = _Fuser(program, self.transport)
         for node in list(program.graph.nodes):
             try:
                 fuser.fuse(node)
@@ -85,6 +90,7 @@ class _Weights:
 @dataclass
 class _Fuser:
     program: Program
+    transport: str
     at: fx.Node | None = None  # nodes are inserted before this one
     shared: dict[Any, fx.Node] = field(default_factory=dict)  # vectors, by what they are made of
     keys: dict[Any, str] = field(default_factory=dict)  # an Attention, as text -> its key
@@ -363,6 +369,7 @@ class _Fuser:
 
     def _key(self, spec: Attention) -> str:
         text = None if spec.score is None else str(spec.score.graph)
+        spec = dataclasses.replace(spec, transport=self.transport)
         known = (
             *(getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name != "score"),
             text,

@@ -229,7 +229,8 @@ class Partitioner(Converter):
                 else []
             )
             meets = self._meets(m, typing, space)
-            seen = space if meets else {i: a for i, a in space.items() if i not in apart}
+            over = _ids([typing.apart[:1]]) if meets else set()
+            seen = {i: a for i, a in space.items() if i in over or i not in apart}
             modes[m] = own[0] if own else self._mode(m, typing, values, seen, derived)
         self._join_siblings(modes)
         return modes
@@ -241,8 +242,8 @@ class Partitioner(Converter):
         if m not in context or (typing.window and m != context[0]):
             return False
         ranked = self.assigned[m]
-        tokens = [a for dim in typing.apart for a in leaves(dim)]
-        return all(id(a) in ranked for a in tokens) and all(
+        cut = typing.apart if typing.window else typing.apart[:1]
+        return all(id(a) in ranked for dim in cut for a in leaves(dim)) and all(
             a.role == "sequence" for i, a in space.items() if i in ranked
         )
 

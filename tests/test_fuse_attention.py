@@ -82,7 +82,7 @@ def outputs(program: Program, model, given) -> dict[str, torch.Tensor]:
 
 
 def captured(model, example=None) -> Program:
-    return run(capture(model, MeshSpec(tp=1), example, raise_precision=True)[0], [Canonicalize()])
+    return run(capture(model, MeshSpec(cp=2), example, raise_precision=True)[0], [Canonicalize()])
 
 
 def fused(model, example=None, given=None) -> Program:

@@ -6,8 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.attention import Attention
 from autoshard.axes import leaves
+from autoshard.layout import R
 from autoshard.rules.core import Dims, Typer, Typing, argument, broadcast, fresh, size_of, unify
+from autoshard.runtime.attention import gathered_attention, ring_attention
 
 
 def attention(t: Typer, node: fx.Node) -> Typing:
@@ -57,9 +60,41 @@ def attend(t: Typer, node: fx.Node) -> Typing:
         if keys:
             unify(dims[3], k[-2])
     out = (*q[:-1], v[-1])
-    whole = [k[-2], q[-1], v[-1]]
     _give_roles(q)
-    return Typing(out, whole=whole, random=bool(spec.dropout), flops=_flops(q, k, v, out))
+    return Typing(
+        out,
+        whole=[q[-1], v[-1]],
+        apart=(q[-2], k[-2]),
+        random=bool(spec.dropout),
+        localize=_attend(spec),
+        flops=_flops(q, k, v, out),
+    )
+
+
+def _attend(spec: Attention) -> Any:
+    """Where cp cuts the queries, each rank's meet the keys of all: round a ring, or gathered."""
+
+    def localize(local: Any) -> Any:
+        q, k, v, sinks, vectors, key = local.node.args
+        queries, keys = local.read[q].dims[2], local.read[k].dims[2]
+        over = local.cutting([queries])
+        rings = spec.transport == "ring" and local.assigned(keys, over)
+        here = dict.fromkeys(over, leaves(keys)[0]) if rings else dict.fromkeys(over, R)
+        operands = [local.value(0), *(local.held(n, here) for n in (k, v))]
+        sink = None if sinks is None else local.mapped(sinks)
+        parts = [
+            local.mapped(vector) if by_query else local.held(vector, dict.fromkeys(over, R))
+            for vector, (by_query, _) in zip(vectors, spec.varies, strict=True)
+        ]
+        sizes = [local.p.size_node(size_of(d)) for d in (queries, keys)]
+        seed = local.seed() if spec.dropout else None
+        call = ring_attention if rings else gathered_attention
+        out = local.emit(call, operands[0], over, *operands[1:], sink, parts, key, *sizes, seed)
+        if rings:
+            local.note_ring(out, (k, v))
+        return out
+
+    return localize
 
 
 def _give_roles(q: Dims) -> None:

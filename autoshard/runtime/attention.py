@@ -47,6 +47,7 @@ def ring_attention(
     attention: Attention,
     size_q: int,
     size_k: int,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """Attention of the rows ``q[b, h, i, d]`` that this rank holds of ``size_q`` over all
     ``size_k`` keys, of which it holds ``k[b, g, j, d]`` and ``v[b, g, j, e]``: ``[b, h, i, e]``.
@@ -54,14 +55,15 @@ def ring_attention(
     ``link``: the ranks that cut queries and keys; ``()`` or None for nobody. ``sinks[h]`` or None.
     ``vectors``: see `Attention.varies`; those that have queries hold this rank's, those that have
     keys hold all keys. Rows that read no key (all scores -inf) are 0. Gradients of ``sinks`` and
-    ``vectors`` are this rank's part of a sum over the ranks.
+    ``vectors`` are this rank's part of a sum over the ranks. ``seed``: of the dropout's masks,
+    drawn when None.
 
     With n ranks, each sends n - 1 blocks of keys and values, and in the backward once more n - 1
     of them and n - 1 of their gradients, which are float32 where keys are of a half type. Blocks
     are ``b * g * link.padded(size_k) * (d + e)`` elements: short pieces are padded.
     """
     ring = bool(link) and link.size > 1
-    work = _Work(attention, link or None, size_q, size_k, ring)
+    work = _Work(attention, link or None, size_q, size_k, ring, seed)
     return _Attend.apply(work, q, k, v, sinks, *vectors)
 
 
@@ -75,10 +77,11 @@ def gathered_attention(
     attention: Attention,
     size_q: int,
     size_k: int,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """Like `ring_attention`, but ``k`` and ``v`` are whole; their gradients, too, are this rank's
     part of a sum. Nothing is sent."""
-    work = _Work(attention, link or None, size_q, size_k, False)
+    work = _Work(attention, link or None, size_q, size_k, False, seed)
     return _Attend.apply(work, q, k, v, sinks, *vectors)
 
 
@@ -651,7 +654,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, q: Any, k: Any, v: Any, sinks: Any, *vectors: Any) -> Any:
         attention = work.attention
-        work = work._replace(seed=_seed(attention, q))
+        if work.seed is None:
+            work = work._replace(seed=_seed(attention, q))
         total = _nothing(q, v, _exact(attention, q))
         for keys, keys_here, values_here in _blocks(work, k, v, own_last=False):
             if q.numel() and keys_here.numel():

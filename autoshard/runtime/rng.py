@@ -31,6 +31,11 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         generator.set_state(state)
 
 
+def number() -> int:
+    """A number to seed a generator with; it never lies on a device that one would wait for."""
+    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+
+
 def _generator_of(*arguments: Any) -> torch.Generator:
     """The default generator of the device that an op's arguments lie on, or name."""
     places = [a.device for a in arguments if isinstance(a, torch.Tensor)]
