@@ -1,0 +1,187 @@
+"""Context parallelism on real gloo processes: every way against one device, to 1e-9."""
+
+from functools import cache
+
+import context_jobs as jobs
+import pytest
+from compare import difference, differences
+from test_gloo import each, ranks_of
+from zoo import CONTEXTS
+
+#: Plain heads that share keys; learned positions; softcap and windows; sinks; ALiBi; convolutions.
+ZOO = ("llama", "gpt2", "gemma2", "gpt_oss", "bloom", "lfm2")
+SQUARE, HYBRID = {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}
+LENGTHS = (23, 24, 6, 31)
+SHORT = (1, 2, 3, 5, 7, 9)
+
+
+def train(mesh, name, options):
+    return jobs.train(mesh, name, **options)
+
+
+def evaluated(mesh, name, options):
+    return jobs.evaluated(mesh, name, **options)
+
+
+def short(mesh, name, options):
+    return jobs.short(mesh, name, SHORT, **options)
+
+
+def dropping(mesh, name, options):
+    return jobs.dropping(mesh, name, **options)
+
+
+def differing(mesh, options):
+    return jobs.differing(mesh, **options)
+
+
+def ways(text, job, *arguments, **options):
+    """A job for every way of context parallelism."""
+    return {f"{text} {way}": (job, *arguments, {**options, "context_parallel": way}) for way in WAYS}
+
+
+WAYS = CONTEXTS
+
+pair = ranks_of(
+    {"cp": 2},
+    {key: job for name in ZOO for key, job in ways(name, train, name).items()}
+    | ways("accumulate", train, "llama", accumulate=2)
+    | ways("lengths", train, "llama", lengths=LENGTHS)
+    | ways("lengths lfm2", train, "lfm2", lengths=LENGTHS)
+    | {"recompute ring": (train, "llama", {"recompute": "block"})}
+    | ways("eval", evaluated, "gpt2")
+    | ways("dropout", dropping, "gpt2")
+    | {"dropout recompute": (dropping, "gpt2", {"recompute": "block"})}
+    | {"differing": (differing, {})},
+)
+
+four = ranks_of(
+    {"cp": 4},
+    ways("gemma2", train, "gemma2")
+    | ways("lengths", train, "llama", lengths=LENGTHS)
+    | ways("short", short, "llama")
+    | {"short lfm2": (short, "lfm2", {})}
+    | ways("hybrid", train, "llama", axes=HYBRID, zero=3, accumulate=2)
+    | ways("square", train, "llama", axes=SQUARE)
+    | {"square whole": (train, "gpt2", {"axes": SQUARE, "sequence_parallel": False})}
+    | {"square lengths": (train, "bloom", {"axes": SQUARE, "lengths": LENGTHS})}
+    | {"eval hybrid": (evaluated, "llama", {"axes": {"cp": 2, "tp": 2}})},
+)
+
+
+def assert_trained_alike(results, job, name, **options):
+    want = jobs.alone(name, **options)
+    for rank, got in enumerate(each(results, job)):
+        for key in ("loss", "norm"):
+            wrong = [difference(a, b) for a, b in zip(got[key], want[key], strict=True)]
+            assert not any(wrong), f"rank {rank}, {key}: {wrong}"
+        for step, (a, b) in enumerate(zip(got["gradients"], want["gradients"], strict=True)):
+            assert differences(a, b) == {}, f"rank {rank}, step {step}"
+        assert differences(got["state"], want["state"]) == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ZOO)
+def test_two_ranks_train_like_one_device(pair, name, way):
+    assert_trained_alike(pair, f"{name} {way}", name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_add_up_two_batches(pair, way):
+    assert_trained_alike(pair, f"accumulate {way}", "llama", accumulate=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lengths_that_do_not_divide_follow_each_other(pair, four, way):
+    assert_trained_alike(pair, f"lengths {way}", "llama", lengths=LENGTHS)
+    assert_trained_alike(pair, f"lengths lfm2 {way}", "lfm2", lengths=LENGTHS)
+    assert_trained_alike(four, f"lengths {way}", "llama", lengths=LENGTHS)
+
+
+def test_blocks_computed_again_with_their_ring(pair):
+    assert_trained_alike(pair, "recompute ring", "llama")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_four_ranks_train_like_one_device(four, way):
+    assert_trained_alike(four, f"gemma2 {way}", "gemma2")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_beside_data_ranks_that_share_out_parameters(four, way):
+    assert_trained_alike(four, f"hybrid {way}", "llama", accumulate=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_beside_tensor_ranks_that_cut_tokens_too(four, way):
+    assert_trained_alike(four, f"square {way}", "llama")
+
+
+def test_beside_tensor_ranks_that_do_not(four):
+    assert_trained_alike(four, "square whole", "gpt2")
+
+
+def test_lengths_that_no_axis_divides(four):
+    assert_trained_alike(four, "square lengths", "bloom", lengths=LENGTHS)
+
+
+@cache
+def evaluated_alone(name):
+    return jobs.evaluated(None, name)
+
+
+def assert_evaluated_alike(results, job, name):
+    want = evaluated_alone(name)
+    for rank, got in enumerate(each(results, job)):
+        for key in ("loss", "logits"):
+            wrong = [difference(a, b) for a, b in zip(got[key], want[key], strict=True)]
+            assert not any(wrong), f"rank {rank}, {key}: {wrong}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evaluation_and_back(pair, way):
+    assert_evaluated_alike(pair, f"eval {way}", "gpt2")
+
+
+def test_evaluation_beside_tensor_ranks(four):
+    assert_evaluated_alike(four, "eval hybrid", "llama")
+
+
+@pytest.mark.parametrize("job", [*(f"short {way}" for way in WAYS), "short lfm2"])
+def test_sequences_of_which_some_ranks_hold_nothing(four, job):
+    want = short_alone("lfm2" if "lfm2" in job else "llama")
+    for rank, got in enumerate(each(four, job)):
+        for at, length in enumerate(SHORT):
+            text = f"rank {rank}, length {length}"
+            assert difference(got["logits"][at], want["logits"][at]) == "", text
+            assert differences(got["gradients"][at], want["gradients"][at]) == {}, text
+
+
+@cache
+def short_alone(name):
+    return jobs.short(None, name, SHORT)
+
+
+@pytest.mark.parametrize("job", [*(f"dropout {way}" for way in WAYS), "dropout recompute"])
+def test_dropout_repeats_itself_for_a_seed_and_has_its_gradient(pair, job):
+    first, *others = each(pair, job)
+    one, again, other = first["loss"]
+    assert one == again != other and one != first["without"]
+    assert difference(first["by differences"], first["by backward"]) == "" or abs(
+        first["by differences"] / first["by backward"] - 1
+    ) < 1e-6
+    for rank in others:
+        assert all(a == b for a, b in zip(rank["loss"], first["loss"], strict=True))
+
+
+def test_blocks_computed_again_drop_the_same(pair):
+    again = each(pair, "dropout recompute")
+    for got, want in zip(again, each(pair, "dropout ring"), strict=True):
+        assert got["loss"] == want["loss"]
+        assert differences(got["gradients"], want["gradients"]) == {}
+
+
+def test_ranks_of_cp_with_other_tokens_are_told_so(pair):
+    for told in each(pair, "differing"):
+        assert len(told) == 2 and "batch" in told[0] and "cp" in told[0]
+        assert told[1] == "True"
