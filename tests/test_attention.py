@@ -368,7 +368,7 @@ def test_nothing_as_large_as_the_scores_is_kept(name):
 def test_shapes_are_known_without_values(name, dtype):
     case = CASES[name]
     with FakeTensorMode():
-        for (cp, zigzag), dropout in itertools.product(CUTS, (0.0, 0.5)):
+        for (cp, zigzag), dropout in itertools.product(((1, False), (4, True)), (0.0, 0.5)):
             attention = Attention(**vars(case.attention) | {"dropout": dropout})
             given = jobs.inputs(case, 17, 17, heads=(8, 2), dims=(8, 12), dtype=dtype)
             for link in links(cp, zigzag):
