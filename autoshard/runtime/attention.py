@@ -492,8 +492,14 @@ def _levelled(m: torch.Tensor) -> torch.Tensor:
     return m.masked_fill(m == -math.inf, 0.0)
 
 
-def _add(total: Total, rows: tuple[int, int], more: Total) -> None:
-    """Add what the rows read in a block to the total."""
+def _add(total: Total | None, q: torch.Tensor, rows: tuple[int, int], more: Total) -> Total:
+    """The total with what the rows read in a block, whose tensors it may take over. None: nothing
+    was read before."""
+    if total is None:
+        if rows == (0, q.shape[2]):
+            values, top, weight = more
+            return values.to(top.dtype), top, weight
+        total = _nothing(q, more[0], more[1].dtype)
     out, m, mass = (x.narrow(2, rows[0], rows[1] - rows[0]) for x in total)
     values, top, weight = more
     high = torch.maximum(m, top)
@@ -502,36 +508,38 @@ def _add(total: Total, rows: tuple[int, int], more: Total) -> None:
     out.mul_(old[..., None]).addcmul_(values.to(out.dtype), new[..., None])
     mass.mul_(old).addcmul_(weight, new)
     m.copy_(high)
+    return total
 
 
 def _read(
     work: _Work,
-    total: Total,
+    total: Total | None,
     keys: Runs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     vectors: list[torch.Tensor],
-) -> None:
-    """Add a block to the total."""
-    attention, one = work.attention, total[1].new_ones(())
+) -> Total | None:
+    """The total with a block added."""
+    attention, dtype = work.attention, _exact(work.attention, q)
     if _has_kernel(attention, q):
         q, k, v = (_precise(work, x) for x in (q, k, v))
         for part in parts(stairs(work.queries, keys, attention)):
             x, y, z = _of(part, q, k, v)
             out, lse = _kernel(x, y, z, part.square, attention.scale)
-            _add(total, part.rows, (out, lse, one))
-        return
+            total = _add(total, q, part.rows, (out, lse, torch.ones_like(lse)))
+        return total
     for tile in _tiles(work, keys):
         x, y, z = _of(tile, q, k, v)
         cut = [_cut(n, tile, varies) for n, varies in zip(vectors, attention.varies, strict=True)]
-        scores = _exponents(work, tile, _scores(attention, x, y, cut), total[1].dtype)
+        scores = _exponents(work, tile, _scores(attention, x, y, cut), dtype)
         m = scores.amax(3)
         p = torch.exp(scores - _levelled(m)[..., None])
         mass = p.sum(3)
         if attention.dropout:
             p = p * _kept(work, tile, p)
-        _add(total, tile.rows, (_times(p.to(v.dtype), z), m, mass))
+        total = _add(total, q, tile.rows, (_times(p.to(v.dtype), z), m, mass))
+    return total
 
 
 def _of(part: Part | _Tile, q: torch.Tensor, *keyed: torch.Tensor) -> list[torch.Tensor]:
@@ -652,17 +660,19 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, q: Any, k: Any, v: Any, sinks: Any, *vectors: Any) -> Any:
         attention = work.attention
         work = work._replace(seed=_seed(attention, q))
-        total = _nothing(q, v, _exact(attention, q))
+        total: Total | None = None
         for keys, keys_here, values_here in _blocks(work, k, v, own_last=False):
             if q.numel() and keys_here.numel():
-                _read(work, total, keys, q, keys_here, values_here, list(vectors))
+                total = _read(work, total, keys, q, keys_here, values_here, list(vectors))
+        if total is None:
+            total = _nothing(q, v, _exact(attention, q))
         if sinks is not None:
             nothing, sink = total[0].new_zeros(()), sinks.to(total[1].dtype)[:, None]
-            _add(total, (0, q.shape[2]), (nothing, sink, torch.ones_like(sink)))
+            _add(total, q, (0, q.shape[2]), (nothing, sink, torch.ones_like(sink)))
         values, m, mass = total
         empty = mass == 0
         m, mass = m.masked_fill(empty, 0.0), mass.masked_fill(empty, 1.0)
-        out = (values / mass[..., None]).to(q.dtype)
+        out = values.div_(mass[..., None]).to(q.dtype)
         # apart: where all scores of a row are as low as can be, a logarithm is lost in them
         stats = [m + mass.log()] if _has_kernel(attention, q) else [m, mass]
         ctx.work = work

@@ -8,9 +8,9 @@ forward and backward; the modes take turns, and medians are compared::
 
 ``A/A`` is the hand-written one against a second copy of itself: what this machine can tell apart.
 The other table, always of wall time, is of sends that arrive ``--delay`` milliseconds after they
-set out: how much longer that takes, and how much where each is waited for at once. Of the three hops
-of a step (keys and values forward, once more backward, then gradients) the second has nothing to
-run beside: one in three is the least that there can be.
+set out: how much longer that takes, and how much where each is waited for at once. Of the three
+hops of a step (keys and values forward, once more backward, then gradients) the second has nothing
+to run beside: one in three is what theory leaves.
 """
 
 from __future__ import annotations
