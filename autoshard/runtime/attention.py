@@ -442,7 +442,7 @@ def _hidden(tile: _Tile, device: torch.device) -> torch.Tensor:
     return keys >= limits[:, None]
 
 
-def _exponents(work: _Work, tile: _Tile, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _exponents(tile: _Tile, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scores as the softmax reads them."""
     scores = scores.to(dtype)
     if tile.masked is None:
@@ -532,7 +532,7 @@ def _read(
     for tile in _tiles(work, keys):
         x, y, z = _of(tile, q, k, v)
         cut = [_cut(n, tile, varies) for n, varies in zip(vectors, attention.varies, strict=True)]
-        scores = _exponents(work, tile, _scores(attention, x, y, cut), dtype)
+        scores = _exponents(tile, _scores(attention, x, y, cut), dtype)
         m = scores.amax(3)
         p = torch.exp(scores - _levelled(m)[..., None])
         mass = p.sum(3)
@@ -586,19 +586,18 @@ def _read_backward(
             for place, more in zip(_of(part, dq, dk, dv), found, strict=True):
                 place.add_(more)
         return
-    assert back.dot is not None
     for tile in _tiles(work, keys):
         with torch.enable_grad():
             x, y = (n.detach().requires_grad_() for n in _of(tile, q, k))
             cut = []
-            for n, sums, varies in zip(back.vectors, dvectors, attention.varies, strict=True):
-                cut.append(_cut(n.detach(), tile, varies).requires_grad_(sums is not None))
+            for n, total, varies in zip(back.vectors, dvectors, attention.varies, strict=True):
+                cut.append(_cut(n.detach(), tile, varies).requires_grad_(total is not None))
             scores = _scores(attention, x, y, cut)
-        (grad, m, mass, dot), z = (
-            [_of(tile, n)[0] for n in (back.grad, back.m, back.mass, back.dot)],
-            _of(tile, q, v)[1],
+        z = _of(tile, q, v)[1]
+        grad, m, mass, dot = (
+            _of(tile, n)[0] for n in (back.grad, back.m, back.mass, back.dot) if n is not None
         )
-        p = torch.exp(_exponents(work, tile, scores.detach(), m.dtype) - m[..., None])
+        p = torch.exp(_exponents(tile, scores.detach(), m.dtype) - m[..., None])
         p = p / mass[..., None]
         dp = _times(grad, z.mT).to(p.dtype)
         weights = p
@@ -609,6 +608,7 @@ def _read_backward(
         places = _of(tile, dq, dk, dv)
         places[2].add_(_grouped(weights.to(v.dtype), groups).mT @ _grouped(grad, groups))
         ds = (p * (dp - dot[..., None])).to(scores.dtype)
+        # only now the scores' own backward, which knows what the score does to the products
         leaves, sums = [x, y], places[:2]
         for n, total, varies in zip(cut, dvectors, attention.varies, strict=True):
             if total is not None:
