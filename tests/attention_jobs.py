@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,10 @@ from autoshard.runtime.attention import gathered_attention, ring_attention
 
 
 class Case(NamedTuple):
-    """An attention and the vectors that its score takes, made for sizes of queries and keys."""
+    """An attention and the vectors that its score takes, made for heads, queries and keys."""
 
     attention: Attention
     make: Callable[[int, int, int], list[torch.Tensor]] = lambda h, i, j: []
-    #: rows that read nothing are told apart from those that read all alike
     sinks: bool = False
 
 
@@ -200,12 +200,20 @@ def gathered_on(attention: Attention, given: dict[str, Any], link: Any) -> torch
     return gathered_attention(rows, link, k, v, given["sinks"], vectors, attention, *sizes)
 
 
-def rings(mesh, zigzag: bool, runs: list[tuple[str, int, int, dict]]) -> list[dict[str, Any]]:
+def link_of(cp: int, zigzag: bool) -> Link:
+    """This rank's link in rings of so many ranks; those of the world side by side."""
+    shape = dist.get_world_size() // cp, cp
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    group = mesh.get_group("cp")
+    return Link(("cp",), group.group_name, cp, dist.get_rank(group), zigzag)
+
+
+def rings(
+    mesh, cp: int, zigzag: bool, runs: list[tuple[str, int, int, dict]]
+) -> list[dict[str, Any]]:
     """Ring attention of this rank's parts: its rows of the result and of gradients (a sum over
     ranks for what is whole), and how many bytes it sent forward and backward."""
-    group = mesh.get_group("cp")
-    size, index = dist.get_world_size(group), dist.get_rank(group)
-    link = Link(("cp",), group.group_name, size, index, zigzag)
+    link = link_of(cp, zigzag)
     sent: list[int] = []
     send = dist.isend
 
@@ -218,6 +226,21 @@ def rings(mesh, zigzag: bool, runs: list[tuple[str, int, int, dict]]) -> list[di
         return [_ring(link, sent, *run) for run in runs]
     finally:
         dist.isend = send
+
+
+def ring_with_dropout(mesh, cp: int, name: str, size: int) -> tuple[float, float]:
+    """This rank's parts of two sums that are the same: of the result times its gradient, and, as it
+    is linear in the values, of them times theirs."""
+    case, link = CASES[name], link_of(cp, True)
+    attention = replace(case.attention, dropout=0.5)
+    given = inputs(case, size, size)
+    q, k, v, grad = (local(given[n], link, size).detach() for n in ("q", "k", "v", "grad"))
+    vectors = rank_vectors(attention, given, link, size)
+    v.requires_grad_()
+    torch.manual_seed(7)
+    out = ring_attention(q, link, k, v, given["sinks"], vectors, attention, size, size)
+    (found,) = torch.autograd.grad(out, v, grad)
+    return (out * grad).sum().item(), (v * found).sum().item()
 
 
 def _ring(link: Link, sent: list[int], name: str, i: int, j: int, more: dict) -> dict[str, Any]:

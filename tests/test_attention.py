@@ -176,22 +176,31 @@ RUNS = [
     ("softcap", 1, 1, {}),
     ("causal", 9, 9, {"dtype": torch.bfloat16}),
 ]
-RINGS = {f"zigzag {zigzag}": (jobs.rings, zigzag, RUNS) for zigzag in (False, True)}
+SIZES = {"cp": 4}
+JOBS: dict[str, tuple] = {
+    f"{cp} {zigzag}": (jobs.rings, cp, zigzag, RUNS) for cp in (2, 4) for zigzag in (False, True)
+}
+JOBS |= {f"dropout {cp}": (jobs.ring_with_dropout, cp, "window", 11) for cp in (2, 4)}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request):
-    sizes = {"cp": request.param}
+@pytest.fixture(scope="module")
+def ranks():
     with tempfile.TemporaryDirectory() as folder:
-        gloo.launch(sizes, RINGS, Path(folder))
-        return gloo.results_in(Path(folder), sizes)
+        gloo.launch(SIZES, JOBS, Path(folder))
+        return gloo.results_in(Path(folder), SIZES)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
-def test_ring_attention_on_processes(ranks, zigzag):
-    found = [results[f"zigzag {zigzag}"] for results in ranks]
-    assert not [text for text in found if isinstance(text, str)], found[0]
-    cut = links(len(ranks), zigzag)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ring_attention_on_processes(ranks, cp, zigzag):
+    every = [results[f"{cp} {zigzag}"] for results in ranks]
+    assert not [text for text in every if isinstance(text, str)], every[0]
+    for first in range(0, len(ranks), cp):
+        check_ring(every[first : first + cp], links(cp, zigzag))
+
+
+def check_ring(found: list, cut: list[Link]) -> None:
+    """What the ranks of a ring have, and what they sent for it."""
     for n, (name, i, j, more) in enumerate(RUNS):
         case = CASES[name]
         given = jobs.inputs(case, i, j, **more)
@@ -223,6 +232,14 @@ def test_ring_attention_on_processes(ranks, zigzag):
             assert sorted(result["backward"]) == sorted(every), what
         for key, total in sums.items():
             assert_near(total, wanted[key], f"{name}: sum of {key}")
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_dropout_round_a_ring_has_one_mask(ranks, cp):
+    sums = [results[f"dropout {cp}"] for results in ranks[:cp]]
+    results, values = (sum(side) for side in zip(*sums, strict=True))
+    assert abs(results) > 1e-3
+    assert abs(results - values) < 1e-9 * abs(results)
 
 
 # --- precision ---
@@ -368,7 +385,7 @@ def test_nothing_as_large_as_the_scores_is_kept(name):
 def test_shapes_are_known_without_values(name, dtype):
     case = CASES[name]
     with FakeTensorMode():
-        for (cp, zigzag), dropout in itertools.product(CUTS, (0.0, 0.5)):
+        for (cp, zigzag), dropout in itertools.product(((1, False), (4, True)), (0.0, 0.5)):
             attention = Attention(**vars(case.attention) | {"dropout": dropout})
             given = jobs.inputs(case, 17, 17, heads=(8, 2), dims=(8, 12), dtype=dtype)
             for link in links(cp, zigzag):

@@ -445,7 +445,7 @@ def _hidden(tile: _Tile, device: torch.device) -> torch.Tensor:
     return keys >= limits[:, None]
 
 
-def _exponents(work: _Work, tile: _Tile, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _exponents(tile: _Tile, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scores as the softmax reads them."""
     scores = scores.to(dtype)
     if tile.masked is None:
@@ -495,8 +495,14 @@ def _levelled(m: torch.Tensor) -> torch.Tensor:
     return m.masked_fill(m == -math.inf, 0.0)
 
 
-def _add(total: Total, rows: tuple[int, int], more: Total) -> None:
-    """Add what the rows read in a block to the total."""
+def _add(total: Total | None, q: torch.Tensor, rows: tuple[int, int], more: Total) -> Total:
+    """The total with what the rows read in a block, whose tensors it may take over. None: nothing
+    was read before."""
+    if total is None:
+        if rows == (0, q.shape[2]):
+            values, top, weight = more
+            return values.to(top.dtype), top, weight
+        total = _nothing(q, more[0], more[1].dtype)
     out, m, mass = (x.narrow(2, rows[0], rows[1] - rows[0]) for x in total)
     values, top, weight = more
     high = torch.maximum(m, top)
@@ -505,36 +511,38 @@ def _add(total: Total, rows: tuple[int, int], more: Total) -> None:
     out.mul_(old[..., None]).addcmul_(values.to(out.dtype), new[..., None])
     mass.mul_(old).addcmul_(weight, new)
     m.copy_(high)
+    return total
 
 
 def _read(
     work: _Work,
-    total: Total,
+    total: Total | None,
     keys: Runs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     vectors: list[torch.Tensor],
-) -> None:
-    """Add a block to the total."""
-    attention, one = work.attention, total[1].new_ones(())
+) -> Total | None:
+    """The total with a block added."""
+    attention, dtype = work.attention, _exact(work.attention, q)
     if _has_kernel(attention, q):
         q, k, v = (_precise(work, x) for x in (q, k, v))
         for part in parts(stairs(work.queries, keys, attention)):
             x, y, z = _of(part, q, k, v)
             out, lse = _kernel(x, y, z, part.square, attention.scale)
-            _add(total, part.rows, (out, lse, one))
-        return
+            total = _add(total, q, part.rows, (out, lse, torch.ones_like(lse)))
+        return total
     for tile in _tiles(work, keys):
         x, y, z = _of(tile, q, k, v)
         cut = [_cut(n, tile, varies) for n, varies in zip(vectors, attention.varies, strict=True)]
-        scores = _exponents(work, tile, _scores(attention, x, y, cut), total[1].dtype)
+        scores = _exponents(tile, _scores(attention, x, y, cut), dtype)
         m = scores.amax(3)
         p = torch.exp(scores - _levelled(m)[..., None])
         mass = p.sum(3)
         if attention.dropout:
             p = p * _kept(work, tile, p)
-        _add(total, tile.rows, (_times(p.to(v.dtype), z), m, mass))
+        total = _add(total, q, tile.rows, (_times(p.to(v.dtype), z), m, mass))
+    return total
 
 
 def _of(part: Part | _Tile, q: torch.Tensor, *keyed: torch.Tensor) -> list[torch.Tensor]:
@@ -581,19 +589,18 @@ def _read_backward(
             for place, more in zip(_of(part, dq, dk, dv), found, strict=True):
                 place.add_(more)
         return
-    assert back.dot is not None
     for tile in _tiles(work, keys):
         with torch.enable_grad():
             x, y = (n.detach().requires_grad_() for n in _of(tile, q, k))
             cut = []
-            for n, sums, varies in zip(back.vectors, dvectors, attention.varies, strict=True):
-                cut.append(_cut(n.detach(), tile, varies).requires_grad_(sums is not None))
+            for n, total, varies in zip(back.vectors, dvectors, attention.varies, strict=True):
+                cut.append(_cut(n.detach(), tile, varies).requires_grad_(total is not None))
             scores = _scores(attention, x, y, cut)
-        (grad, m, mass, dot), z = (
-            [_of(tile, n)[0] for n in (back.grad, back.m, back.mass, back.dot)],
-            _of(tile, q, v)[1],
+        z = _of(tile, q, v)[1]
+        grad, m, mass, dot = (
+            _of(tile, n)[0] for n in (back.grad, back.m, back.mass, back.dot) if n is not None
         )
-        p = torch.exp(_exponents(work, tile, scores.detach(), m.dtype) - m[..., None])
+        p = torch.exp(_exponents(tile, scores.detach(), m.dtype) - m[..., None])
         p = p / mass[..., None]
         dp = _times(grad, z.mT).to(p.dtype)
         weights = p
@@ -604,6 +611,7 @@ def _read_backward(
         places = _of(tile, dq, dk, dv)
         places[2].add_(_grouped(weights.to(v.dtype), groups).mT @ _grouped(grad, groups))
         ds = (p * (dp - dot[..., None])).to(scores.dtype)
+        # only now the scores' own backward, which knows what the score does to the products
         leaves, sums = [x, y], places[:2]
         for n, total, varies in zip(cut, dvectors, attention.varies, strict=True):
             if total is not None:
@@ -656,17 +664,19 @@ class _Attend(torch.autograd.Function):
         attention = work.attention
         if work.seed is None:
             work = work._replace(seed=_seed(attention, q))
-        total = _nothing(q, v, _exact(attention, q))
+        total: Total | None = None
         for keys, keys_here, values_here in _blocks(work, k, v, own_last=False):
             if q.numel() and keys_here.numel():
-                _read(work, total, keys, q, keys_here, values_here, list(vectors))
+                total = _read(work, total, keys, q, keys_here, values_here, list(vectors))
+        if total is None:
+            total = _nothing(q, v, _exact(attention, q))
         if sinks is not None:
             nothing, sink = total[0].new_zeros(()), sinks.to(total[1].dtype)[:, None]
-            _add(total, (0, q.shape[2]), (nothing, sink, torch.ones_like(sink)))
+            _add(total, q, (0, q.shape[2]), (nothing, sink, torch.ones_like(sink)))
         values, m, mass = total
         empty = mass == 0
         m, mass = m.masked_fill(empty, 0.0), mass.masked_fill(empty, 1.0)
-        out = (values / mass[..., None]).to(q.dtype)
+        out = values.div_(mass[..., None]).to(q.dtype)
         # apart: where all scores of a row are as low as can be, a logarithm is lost in them
         stats = [m + mass.log()] if _has_kernel(attention, q) else [m, mass]
         ctx.work = work
