@@ -20,6 +20,8 @@ from zoo import batch, tiny
 
 #: What a type needs to be what it is named for: a window shorter than the batch, a softcap.
 OVER: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 1},
+    "bloom": {"n_layer": 1},
     "gemma2": {"sliding_window": 8, "attn": "eager"},
     "gpt_oss": {"sliding_window": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -28,12 +30,13 @@ ROWS, LENGTH = 4, 24
 
 
 def made(name: str, length: int = LENGTH, dropout: float = 0.0) -> tuple[nn.Module, dict]:
-    """A model in float64 with its global batch, the same on every call."""
+    """A model in float64 with its global batch, the same on every call. ``dropout``: in attention,
+    of those types that have a module for it."""
     model = tiny(name, **OVER.get(name, {}))
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "batched_mm"  # grouped_mm refuses float64
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
+    for path, module in model.named_modules():
+        if path.endswith("attn_dropout"):
             module.p = dropout
     return model.double(), batch(b=ROWS, s=length)
 
@@ -100,7 +103,7 @@ def alone(name: str, lengths: tuple[int, ...] = (LENGTH, LENGTH), accumulate: in
 
 def evaluated(mesh: Any, name: str, axes: dict[str, int] | None = None, **options: Any) -> Any:
     """Outputs in evaluation mode after a training step, on a batch of another length too; then the
-    loss of training again. Dropout is on in training, at no probability, off in evaluation."""
+    loss of training again."""
     model, inputs = made(name)
     mesh = laid_out(mesh, axes)
     if mesh is not None:
