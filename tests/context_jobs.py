@@ -21,6 +21,7 @@ from zoo import batch, tiny
 #: What a type needs to be what it is named for: a window shorter than the batch, a softcap.
 OVER: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 1},
+    "llama": {"num_hidden_layers": 1},
     "bloom": {"n_layer": 1},
     "gemma2": {"sliding_window": 8, "attn": "eager"},
     "gpt_oss": {"sliding_window": 8},

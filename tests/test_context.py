@@ -6,10 +6,12 @@ import context_jobs as jobs
 import pytest
 from compare import difference, differences
 from test_gloo import each, ranks_of
-from zoo import CONTEXTS
+from zoo import CONTEXTS, batch, tiny
 
-#: Heads that share keys; learned positions; softcap and windows; windows and sinks.
-ZOO = ("llama", "gpt2", "gemma2", "gpt_oss")
+from autoshard import verify
+
+#: Learned positions; softcap and windows; windows and sinks. Heads of llama share keys.
+ZOO = ("gpt2", "gemma2", "gpt_oss")
 WAYS = CONTEXTS
 SQUARE, HYBRID = {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}
 LENGTHS = (23, 24, 6, 31)
@@ -36,12 +38,15 @@ def differing(mesh, options):
     return jobs.differing(mesh, **options)
 
 
-def ways(text, job, *arguments, **options):
+def ways(text, job, *arguments, only=WAYS, **options):
     """A job for every way of context parallelism."""
     return {
-        f"{text} {way}": (job, *arguments, {**options, "context_parallel": way}) for way in WAYS
+        f"{text} {way}": (job, *arguments, {**options, "context_parallel": way}) for way in only
     }
 
+
+#: Of four ranks some meet the keys of others twice over: heads are cut two ways, or not at all.
+RINGS = ("ring", "ulysses")
 
 pair = ranks_of(
     {"cp": 2},
@@ -50,22 +55,22 @@ pair = ranks_of(
     | {
         "bloom": (train, "bloom", {"lengths": LENGTHS}),
         "lfm2": (train, "lfm2", {"lengths": LENGTHS}),
+        "accumulate": (train, "gpt2", {"accumulate": 2, "context_parallel": "allgather"}),
+        "recompute": (train, "qwen3", {"recompute": "block"}),
     }
-    | {"accumulate": (train, "gpt2", {"accumulate": 2, "context_parallel": "ulysses"})}
-    | {"recompute ring": (train, "llama", {"recompute": "block"})}
-    | ways("eval", evaluated, "gpt2")
-    | ways("dropout", dropping, "gpt2")
+    | ways("eval", evaluated, "gpt2", only=RINGS)
+    | ways("dropout", dropping, "gpt2", only=RINGS)
     | {"dropout recompute": (dropping, "gpt2", {"recompute": "block"})}
     | {"differing": (differing, {})},
 )
 
 four = ranks_of(
     {"cp": 4},
-    ways("gemma2", train, "gemma2")
-    | ways("short", short, "gpt2")
-    | {"short lfm2": (short, "lfm2", {})}
-    | ways("hybrid", train, "llama", axes=HYBRID, zero=3, accumulate=2)
-    | ways("square", train, "llama", axes=SQUARE, lengths=LENGTHS[:2])
+    ways("gemma2", train, "gemma2", only=RINGS)
+    | ways("short", short, "gpt2", only=RINGS)
+    | {"short lfm2": (short, "lfm2", {"context_parallel": "allgather"})}
+    | ways("hybrid", train, "llama", only=RINGS, axes=HYBRID, zero=3, accumulate=2)
+    | ways("square", train, "llama", only=RINGS, axes=SQUARE, lengths=LENGTHS[:2])
     | {"eval square": (evaluated, "gpt2", {"axes": SQUARE, "sequence_parallel": False})},
 )
 
@@ -102,20 +107,20 @@ def test_alibi_and_convolutions_of_such_lengths(pair, name):
 
 
 def test_blocks_computed_again_with_their_ring(pair):
-    assert_trained_alike(pair, "recompute ring", "llama")
+    assert_trained_alike(pair, "recompute", "qwen3")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RINGS)
 def test_four_ranks_train_like_one_device(four, way):
     assert_trained_alike(four, f"gemma2 {way}", "gemma2")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RINGS)
 def test_beside_data_ranks_that_share_out_parameters(four, way):
     assert_trained_alike(four, f"hybrid {way}", "llama", accumulate=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RINGS)
 def test_beside_tensor_ranks_that_cut_tokens_too(four, way):
     assert_trained_alike(four, f"square {way}", "llama", lengths=LENGTHS[:2])
 
@@ -133,7 +138,7 @@ def assert_evaluated_alike(results, job, name):
             assert not any(wrong), f"rank {rank}, {key}: {wrong}"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RINGS)
 def test_evaluation_and_back(pair, way):
     assert_evaluated_alike(pair, f"eval {way}", "gpt2")
 
@@ -142,7 +147,7 @@ def test_evaluation_beside_tensor_ranks(four):
     assert_evaluated_alike(four, "eval square", "gpt2")
 
 
-@pytest.mark.parametrize("job", [*(f"short {way}" for way in WAYS), "short lfm2"])
+@pytest.mark.parametrize("job", [*(f"short {way}" for way in RINGS), "short lfm2"])
 def test_sequences_of_which_some_ranks_hold_nothing(four, job):
     want = short_alone("lfm2" if "lfm2" in job else "gpt2")
     for rank, got in enumerate(each(four, job)):
@@ -157,7 +162,7 @@ def short_alone(name):
     return jobs.short(None, name, SHORT)
 
 
-@pytest.mark.parametrize("job", [*(f"dropout {way}" for way in WAYS), "dropout recompute"])
+@pytest.mark.parametrize("job", [*(f"dropout {way}" for way in RINGS), "dropout recompute"])
 def test_dropout_repeats_itself_for_a_seed_and_has_its_gradient(pair, job):
     first, *others = each(pair, job)
     one, again, other = first["loss"]
@@ -178,3 +183,36 @@ def test_ranks_of_cp_with_other_tokens_are_told_so(pair):
     for told in each(pair, "differing"):
         assert len(told) == 2 and "batch" in told[0] and "cp" in told[0]
         assert told[1] == "True"
+
+
+# --- all ranks in this process ---
+
+
+def assert_verified(way, length, **over):
+    model = tiny("llama", num_hidden_layers=1, **over)
+    given = batch(b=2, s=length, pad=length > 9)
+    report = verify(model, "cp=4", given, steps=1, context_parallel=way)
+    assert report.ok, f"{way}, {length} tokens: {report}"
+
+
+@pytest.mark.parametrize("length", range(2, 10))
+def test_models_captured_with_fewer_tokens_than_ranks_need(length):
+    assert_verified(WAYS[length % 3], length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_models_captured_with_few_tokens_in_every_way(way):
+    for length in range(2, 10):
+        assert_verified(way, length)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_length_that_four_ranks_do_not_divide(way):
+    assert_verified(way, 299, max_position_embeddings=512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_2999_tokens(way):
+    assert_verified(way, 2999, max_position_embeddings=4096)
