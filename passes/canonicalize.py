@@ -185,6 +185,8 @@ def _recognise_masks(program: Program) -> None:
 
 def _what_mask(program: Program, mask: fx.Node) -> str:
     """``causal``, ``full`` or ``other``."""
+    if mask.op == "placeholder":
+        return "other"
     needed = ancestors([mask])
     if not depends_on_sizes_only(program, needed):
         return "other"
