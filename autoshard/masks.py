@@ -77,7 +77,7 @@ def _fixed_value(program: Program, node: fx.Node) -> torch.Tensor | None:
 
 def _read_for_size_only(node: fx.Node, needed: list[fx.Node]) -> bool:
     users = [n for n in needed if node in n.all_input_nodes]
-    return all(op_name(n.target) == "sym_size" for n in users)
+    return bool(users) and all(op_name(n.target) == "sym_size" for n in users)
 
 
 def evaluate(

@@ -109,7 +109,7 @@ def permutation(node: fx.Node) -> list[int] | None:
 def keeps_shape(node: fx.Node) -> bool:
     """Whether a slice, copy, view or expand gives its operand as it is."""
     kind = op_name(node.target)
-    return (
+    return bool(
         kind in COPIES | VIEWS | {"slice", "expand", "expand_as"}
         and is_tensor(node.args[0])
         and shape_of(node) == shape_of(node.args[0])

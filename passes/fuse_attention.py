@@ -170,7 +170,7 @@ class _Fuser:
         folded = len(form[0]) == 2
         if folded and (source := _folded(operand, sizes)) is not None:
             operand, folded = source.simple(), False
-        node, order = operand.node, operand.order
+        node, order = _copied(operand.node), operand.order
         kept = [d for d in order if d is not None]
         if kept != sorted(kept):
             node = self._call(aten.permute.default, node, kept)
@@ -199,9 +199,9 @@ class _Fuser:
             inner = self._unrepeated(source, dim)
             return None if inner is None else self._call(aten.to.dtype, inner, dtype_of(node))
         if kind == "repeat_interleave" and argument(node, 2, "dim") in (dim, dim - len(shape)):
-            return source if isinstance(node.args[1], int) else None
+            return _same(source) if isinstance(node.args[1], int) else None
         if kind == "expand" and before == _with(shape, dim, 1):
-            return source
+            return _same(source)
         if kind in VIEWS and len(before) == len(shape) + 1:
             split = before[dim : dim + 2]
             if before != (*shape[:dim], *split, *shape[dim + 1 :]):
@@ -211,21 +211,17 @@ class _Fuser:
 
     def _unrepeated_pair(self, node: fx.Node, dim: int) -> fx.Node | None:
         """x[..., g, r, ...], that repeats x[..., g, 1, ...] along ``dim``: x without it."""
-        while keeps_shape(node):
-            node = node.args[0]
+        node = _same(node)
         shape = shape_of(node)
         if op_name(node.target) not in ("expand", "repeat"):
             return None
         source = node.args[0]
         if shape_of(source) != _with(shape, dim, 1):
             return None
-        inner = source
-        while keeps_shape(inner):
-            inner = inner.args[0]
-        rank = len(shape)
+        inner, rank = _same(source), len(shape)
         if op_name(inner.target) == "unsqueeze" and inner.args[1] in (dim, dim - rank):
-            return inner.args[0]
-        return self._call(aten.squeeze.dim, source, dim)
+            return _same(inner.args[0])
+        return self._call(aten.squeeze.dim, inner, dim)
 
     def _fitting(self, node: fx.Node, batch: Any, heads: Any = None) -> fx.Node:
         """The operand with the whole batch, and as many heads where they are given."""
@@ -382,6 +378,7 @@ class _Fuser:
         if order != tuple(range(len(order))):
             new = self._call(aten.permute.default, new, list(order))
         self.at.replace_all_uses_with(new)
+        _reshape_for_views(new)
 
     @contextmanager
     def _before(self, node: fx.Node) -> Iterator[None]:
@@ -433,7 +430,7 @@ def _weights(softmax: fx.Node) -> _Weights:
             if len(places) != 1:
                 raise Untraceable("a product of weights with themselves")
             return _Weights(user, places[0], tuple(path), sinks, dropout)
-        if user.op != "call_function" or not user.args or user.args[0] is not node:
+        if not is_tensor(user) or not user.args or user.args[0] is not node:
             raise Untraceable("weights that are used otherwise")
         before, after = shape_of(node)[-2:], shape_of(user)[-2:]
         if kind == "dropout" and not dropout:
@@ -515,6 +512,22 @@ def _lead(
         if len(shape) == 4 and shape[0] * shape[1] == folded and shape[2] == rows:
             return shape[:2]  # type: ignore[return-value]
     return None
+
+
+def _same(node: fx.Node) -> fx.Node:
+    """The node that copies, views and slices of all of it stand for."""
+    while keeps_shape(node):
+        node = node.args[0]
+    return node
+
+
+def _reshape_for_views(node: fx.Node) -> None:
+    """An attention need not lay out its result as what it replaces did: views become reshapes."""
+    for user in node.users:
+        if op_name(user.target) in ("view", "_unsafe_view"):
+            user.target = aten.reshape.default
+        if permutation(user) is not None or op_name(user.target) in VIEWS:
+            _reshape_for_views(user)
 
 
 def _copied(node: fx.Node) -> fx.Node:
