@@ -14,8 +14,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import Max
 
 from autoshard.infer import expression
 from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
@@ -64,7 +66,24 @@ class Untraceable(Exception):
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     """The sizes of a node's result, ints or expressions."""
-    return tuple(expression(s) for s in node.meta["val"].shape)
+    return tuple(s if isinstance(s, int) else _plain(s) for s in node.meta["val"].shape)
+
+
+def _plain(size: torch.SymInt) -> Any:
+    """A size such as 1 - Max(0, 1 - n), that a slice from the end has, where it is simpler."""
+    expr = expression(size)
+    if isinstance(expr, int) or not expr.has(sympy.Max, Max):
+        return expr
+    env = size.node.shape_env
+
+    def larger(*args: Any) -> Any:
+        for a in args:
+            if all(env._maybe_evaluate_static(sympy.Ge(a, b)) == True for b in args):  # noqa: E712
+                return a
+        return Max(*args)
+
+    made = expr.replace(Max, larger).replace(sympy.Max, larger)
+    return int(made) if made.is_Integer else made
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
@@ -142,7 +161,7 @@ class Tracer:
         self.vectors: dict[fx.Node, fx.Node] = {}  # outer vector -> placeholder
         self.varies: dict[fx.Node, tuple[bool, bool]] = {}
         self.product, self.product_form = product, form
-        self.below = _descendants(product) if product is not None else set()
+        self.below = descendants(product) if product is not None else set()
         self.seen: dict[tuple[fx.Node, Form], fx.Node] = {}
 
     def form(self, node: fx.Node, form: Iterable[tuple[int, ...]]) -> Form:
@@ -264,7 +283,8 @@ class Tracer:
         return self.call(node.target, *args, **kwargs)
 
 
-def _descendants(node: fx.Node) -> set[fx.Node]:
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """The node and all that is computed from it."""
     found, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:

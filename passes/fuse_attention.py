@@ -38,6 +38,7 @@ from autoshard.scores import (
     Form,
     Tracer,
     Untraceable,
+    descendants,
     dtype_of,
     keeps_shape,
     marked,
@@ -178,6 +179,8 @@ class _Fuser:
             if dim is None:
                 node = self._call(aten.unsqueeze.default, node, position)
         if folded:
+            if not isinstance(sizes[HEADS], int):
+                raise Untraceable("a number of heads that is no number")
             return self._call(aten.unflatten.int, node, 0, [-1, sizes[HEADS]])
         while node.meta["val"].ndim < 4:  # [b, ., .] has one head; [., .] is one sample too
             node = self._call(aten.unsqueeze.default, node, node.meta["val"].ndim - 2)
@@ -231,7 +234,8 @@ class _Fuser:
             return node
         if shape[0] not in (1, batch) or shape[1] not in (1, heads):
             raise Untraceable("operands of several batches")
-        return self._call(aten.expand.default, node, [self._size(batch), heads, -1, -1])
+        rows = -1 if shape[0] == batch else self._size(batch)
+        return self._call(aten.expand.default, node, [rows, heads, -1, -1])
 
     # vectors
 
@@ -495,11 +499,12 @@ def _lead(
         return None
     folded = shape_of(first.node)[0]
     between, stack = set(), [scores]
+    below = descendants(first.node) - {first.node}
     while stack:
         node = stack.pop()
-        if node not in between and node is not first.node and is_tensor(node):
+        if node in below and node not in between:
             between.add(node)
-            stack += node.all_input_nodes[:2]
+            stack += node.all_input_nodes
     operands = [o.simple().node for o in (first.left, first.right, second.right)]
     sources = [n.args[0] for n in map(_copied, operands) if op_name(n.target) in VIEWS]
     rows = shape_of(first.node)[1]
