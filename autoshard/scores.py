@@ -271,8 +271,11 @@ class Tracer:
             return None  # a size among the operands
 
         def operand(n: fx.Node) -> fx.Node:
-            tail = form[len(form) - n.meta["val"].ndim :]
-            return self.scores(n, self.form(n, tail))
+            skipped = len(form) - n.meta["val"].ndim
+            pairs = zip(shape_of(n), shape_of(node)[skipped:], strict=True)
+            # a symbolic size that is not one can only be that of the result, however it is written
+            shape = tuple(s if isinstance(s, int) else made for s, made in pairs)
+            return self.scores(n, marked(shape, form[skipped:], self.sizes))
 
         if op_name(node.target) in CASTS:
             made, given = dtype_of(node), operand(node.args[0])

@@ -183,8 +183,9 @@ def test_a_window_is_a_comparison_of_positions():
         assert spec.varies == ((False, True), (True, False), (True, False))
 
 
-def test_alibi_with_folded_heads():
-    for spec in all_fused(fused(tiny("bloom"))):
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_alibi(kind):
+    for spec in all_fused(fused(tiny(kind))):
         assert spec.score is not None and not spec.ahead
 
 
