@@ -110,18 +110,29 @@ class ContextParallel(Pass):
 
     def _refuse_what_is_opaque(self, program: Program) -> None:
         found = sequence_axes(program)
+        joined = [
+            axis
+            for node in _attentions(program)
+            for axis in leaves(program.dims[node.args[0]][-2])
+            if axis.parts is not None
+        ]
         opaque = [axis for axis in found if axis.opaque]
-        if found and not opaque:
+        if found and not opaque and not joined:
             return
+        if joined:
+            seen, why = joined, "attention reads parts that are joined (a class token, patches)"
+        elif opaque:
+            seen, why = opaque, "the model reshapes it in a way that mixes tokens"
+        else:
+            seen, why = [], "no attention reads one, and no input of token ids has one"
+        shown = ", ".join(dict.fromkeys(map(repr, seen))) or "no dimension of the inputs"
         ranks = program.mesh.mesh.size("cp")
         raise ShardingError(
             message(
                 self.name,
                 "the sequence",
-                f"{', '.join(map(repr, opaque)) or 'no dimension of the inputs'} over cp={ranks}",
-                "the model reshapes it in a way that mixes tokens"
-                if opaque
-                else "no attention reads one, and no input of token ids has one",
+                f"{shown} over cp={ranks}",
+                why,
                 "drop cp from the mesh",
             )
         )
