@@ -180,7 +180,7 @@ class Scored(nn.Module):
         low = torch.finfo(x.dtype).min  # where nothing may be read, all is, and alike
         at = torch.arange(x.shape[1], device=x.device)
         bias = self.slopes * (at[None, :] - at[:, None]) if self.change == "alibi" else 0.0
-        added = torch.where(self.allowed(x), 0.0, low)
+        added = torch.zeros_like(x[:1, :1, :1, None]).masked_fill(~self.allowed(x), low)
         if self.how == "sdpa":
             mask = (added + bias).to(x.dtype)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -455,10 +455,14 @@ def test_random_programs_train_like_one_device(group, record_property):
     assert len(refused) < 0.2 * len(cases), "\n".join(refused)
 
 
+#: Why cp may refuse a random program.
+REASONS = ("scans", "heads of")
+
+
 def test_random_programs_whose_tokens_are_cut_train_like_one_device(record_property):
     """Refused are only scans over tokens, and heads that there are too few of."""
     chance = random.Random(-DAY.toordinal())
     cases = [random_case(chance, CONTEXT_MESHES) for _ in range(EXAMPLES // 2)]
     refused = refusals(cases, record_property)
-    assert all("scans" in text or "heads" in text for text in refused), "\n".join(refused)
+    assert all(any(why in text for why in REASONS) for text in refused), "\n".join(refused)
     assert len(refused) < 0.5 * len(cases), "\n".join(refused)
