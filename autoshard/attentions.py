@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoshard.attention import Attention
@@ -109,8 +110,12 @@ def _call(program: Program, node: fx.Node, known: dict[fx.Node, Any]) -> Call:
     if all(isinstance(n, int) for n in (size_q, size_k)):
         each = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1])
         call.flops = [each * n for n in _pairs(spec, mesh, over, size_q, size_k)]
-    call.heads = tuple(x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    call.heads = _heads(q), _heads(k)
     return call
+
+
+def _heads(x: torch.Tensor) -> int:
+    return x.shape[-3] if x.ndim > 2 else 1
 
 
 def _pairs(

@@ -141,9 +141,9 @@ def _shared(link: Link, owner: int, reader: int, reach: Reach, sizes: Pair) -> l
 def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any, Any]) -> Any:
     """No rank sends more rows than so many for a halo, nor back; numbers, or closed forms of them.
 
-    A run reads what is ``before`` it and ``after`` it, wherever its parts lie, and every row of a
-    run is read by as many others. Where what reads is not as long as what is read, runs of the same
-    place do not start together, and reach by so much further.
+    ``reach``: how far before and after an element is read; ``sizes``: of what is read and of what
+    reads. All others together read as many rows of a run as one run reads of all others. Where the
+    sizes differ, runs of the same place do not start together, and read so much further.
     """
     runs = 2 * ranks if zigzag else ranks
     longer = sizes[0] - sizes[1]
