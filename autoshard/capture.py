@@ -229,18 +229,21 @@ def _export(
 
 
 def _takes(exported: Any, tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether a graph takes the very inputs it was traced with: a size of one input may have been
-    fixed to that of another."""
+    """Whether a graph takes the very inputs it was traced with (a size of one input may have been
+    fixed to that of another), and token ids of one length are all fixed to it or none."""
     names = [
         s.arg.name for s in exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"
     ]
     made = {n.name: n.meta["val"].shape for n in exported.graph.find_nodes(op="placeholder")}
-    return all(
-        size == real
-        for name, tensor in zip(names, tensors.values(), strict=True)
-        for size, real in zip(made[name], tensor.shape, strict=True)
-        if isinstance(size, int) or size.node.expr.is_Integer
-    )
+    lengths: dict[bool, set[int]] = {True: set(), False: set()}
+    for name, tensor in zip(names, tensors.values(), strict=True):
+        for at, (size, real) in enumerate(zip(made[name], tensor.shape, strict=True)):
+            fixed = isinstance(size, int) or bool(size.node.expr.is_Integer)
+            if fixed and size != real:
+                return False
+            if at == 1 and not tensor.is_floating_point():
+                lengths[fixed].add(real)
+    return lengths[True].isdisjoint(lengths[False])
 
 
 def _export_once(

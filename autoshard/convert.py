@@ -155,7 +155,7 @@ class Converter(Writer):
         split: list[Dim] = []
         for dim in value.dims:
             split += [(a,) for a in leaves(dim)] or [()]
-        before = [self.size(d, layout) for d in split]
+        before = self.sizes_of(tuple(split), layout)
         layout.update(dict.fromkeys(group, I))
         at, to = split.index((axis,)), split.index((other,))
         sizes = (self.size((axis,), layout), self.size((other,), layout))
@@ -165,7 +165,7 @@ class Converter(Writer):
             node = self.emit(self.source, aten.reshape.default, node, before)
         node = self.emit_collective("all_to_all", node, group, (at, to), sizes, value, layout)
         if several:
-            after = [self.size(d, layout) for d in value.dims]
+            after = self.sizes_of(value.dims, layout)
             node = self.emit(self.source, aten.reshape.default, node, after)
         return node
 

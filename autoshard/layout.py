@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes import Axis, Dim, leaves, size_of
+from autoshard.axes import Axis, Dim, atoms, leaves, size_of
 from autoshard.mesh import DATA_AXES, SubMesh
 
 I, R, P = "I", "R", "P"  # noqa: E741
@@ -40,6 +40,18 @@ def pieces(size: int, parts: int, index: int, zigzag: bool) -> tuple[tuple[int, 
         return (piece_bounds(size, parts, index),)
     last = 2 * parts - 1
     return piece_bounds(size, 2 * parts, index), piece_bounds(size, 2 * parts, last - index)
+
+
+def first_cut(dims: tuple[Dim, ...], layout: Layout) -> list[Layout]:
+    """The layout as each dimension of a tensor has it: an axis that occurs in several of them (keys
+    and queries of one sequence) is cut in the first only."""
+    found, seen = [], set[int]()
+    for dim in dims:
+        own = {id(a) for a in atoms(dim)}
+        again = {m: I for m, s in layout.items() if id(s) in own & seen}
+        found.append(layout | again)
+        seen |= own
+    return found
 
 
 def levels(layout: Layout, axis: Axis) -> tuple[tuple[str, ...], ...]:

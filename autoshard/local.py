@@ -156,7 +156,7 @@ class Local:
     def shape(self) -> list[Any]:
         """The result's local shape, as a literal."""
         layout = self.layout()
-        return [self.p.size(d, layout) for d in self.outs[0]]
+        return list(self.p.sizes_of(self.outs[0], layout))
 
     def size(self, dim: Dim) -> Any:
         return self.p.size(dim, self._modes_layout())

@@ -6,7 +6,6 @@ taken to be causal for all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,10 @@ from autoshard.rules import op_name
 
 #: Largest side of a mask that is evaluated to see what it is.
 LARGEST_MASK = 4200
-#: Most elements of a mask that is evaluated.
-LARGEST_AREA = 2**28
+#: The same where nothing of the size queries times keys is made: only some of both are looked at.
+LARGEST_SIDE = 2**20
+#: Sides up to which all queries and keys are looked at.
+ALL = 600
 #: Sides that every mask is evaluated at.
 SIDES = (5, 9)
 
@@ -77,7 +78,7 @@ def _fixed_value(program: Program, node: fx.Node) -> torch.Tensor | None:
 
 def _read_for_size_only(node: fx.Node, needed: list[fx.Node]) -> bool:
     users = [n for n in needed if node in n.all_input_nodes]
-    return all(op_name(n.target) == "sym_size" for n in users)
+    return bool(users) and all(op_name(n.target) == "sym_size" for n in users)
 
 
 def evaluate(
@@ -97,6 +98,7 @@ def evaluate(
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
+        args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         try:
             env[node] = node.target(*args, **kwargs)
         except Exception:
@@ -113,25 +115,21 @@ def settings(
     program: Program,
     needed: list[fx.Node],
     shape: Iterable[Any],
-    numbers: Iterable[Any] = (),
+    numbers: Iterable[int] = (),
     alone: Iterable[Any] = (),
+    largest: int = LARGEST_MASK,
 ) -> list[dict[Any, int]]:
     """Values of the symbolic sizes to evaluate a mask of this shape at: small ones, and two more
     than every number in its code, ``numbers`` among them. Where the shape has several symbols, they
     are also given different values. ``alone``: symbols that are 1 throughout. None at all if some
-    number is too large to go beyond."""
+    number is too large to go beyond with ``largest``."""
     symbols = sorted({s for e in shape for s in _symbols(e)}, key=str)
     others = {s for n in needed for s in _symbols(n.meta.get("val"))}
     fixed = dict.fromkeys(alone, 1)
     if not symbols:
         return [{**dict.fromkeys(others, SIDES[0]), **fixed}]
-    found = [a for n in needed for a in n.args]
-    for node in needed:
-        value = _fixed_value(program, node) if node.op == "placeholder" else None
-        found += [] if value is None else value.shape
-    whole = {abs(a) for a in (*found, *numbers) if isinstance(a, int) and not isinstance(a, bool)}
-    named = [n for n in whole if 2 < n < 2**30]
-    if any(n + 2 > LARGEST_MASK for n in named):
+    named = {*numbers, *numbers_in(program, needed)}
+    if any(n + 2 > largest for n in named):
         return []
     sides = sorted({*SIDES, *named, *(n + 2 for n in named)})
     out = [{**dict.fromkeys((*symbols, *others), side), **fixed} for side in sides]
@@ -139,6 +137,18 @@ def settings(
         apart = {s: SIDES[1] + n for n, s in enumerate(symbols)}
         out.append({**dict.fromkeys(others, SIDES[1]), **apart, **fixed})
     return out
+
+
+def numbers_in(program: Program, nodes: Iterable[fx.Node]) -> set[int]:
+    """The numbers of the code, and sizes of the tables, that can tell one position from another."""
+    found: list[Any] = []
+    for node in nodes:
+        found += [*node.args, *node.kwargs.values()]
+        value = _fixed_value(program, node) if node.op == "placeholder" else None
+        found += [] if value is None else value.shape
+    whole = {abs(a) for a in found if isinstance(a, int) and not isinstance(a, bool)}
+    whole |= {int(abs(a)) for a in found if isinstance(a, float) and abs(a) < LARGEST_MASK}
+    return {n for n in whole if 2 < n < 2**30}
 
 
 def _symbols(size: Any) -> set[Any]:
@@ -175,10 +185,12 @@ def judge(
         of_sizes.append(depends_on_sizes_only(program, needed))
         harmless = harmless and (of_sizes[-1] or depends_on_parameters_only(program, needed))
     needed = ancestors([v for v, known in zip(vectors, of_sizes, strict=True) if known])
-    numbers = [a for n in score.graph.nodes for a in n.args]
+    numbers = numbers_in(program, [*needed, *score.graph.nodes])
     alone = _symbols(shape[0]) - _symbols(shape[2]) - _symbols(shape[3])
     verdicts: list[Verdict] = []
-    for sizes in settings(program, needed, shape, numbers, alone):
+    areas = [v for v in vectors if 1 not in v.meta["val"].shape[2:]]
+    largest = LARGEST_MASK if areas else LARGEST_SIDE
+    for sizes in settings(program, needed, shape, numbers, alone, largest):
         env = evaluate(program, needed, sizes)
         sides = tuple(_at(s, sizes) for s in shape[2:])
         given = [None if env is None else _sample(v, env.get(v), sizes) for v in vectors]
@@ -186,9 +198,10 @@ def judge(
             if max(sides) in SIDES or not verdicts:
                 return UNKNOWN
             continue  # beyond what a table in the model holds: it does not run at this size
-        if any(g[0][..., :1, :1].numel() * math.prod(sides) > LARGEST_AREA for g in given if g):
+        if max(sides) > largest:
             return UNKNOWN
-        found = _judge_at(score, [g for g in given if g], sides, dtype, harmless)
+        at = [_looked_at(side, numbers) for side in sides]
+        found = _judge_at(score, [_part(g, at) for g in given if g], at, dtype, harmless)
         if found == UNKNOWN:
             return UNKNOWN
         verdicts.append(found)
@@ -217,25 +230,51 @@ def _fits(value: torch.Tensor, sides: tuple[int, ...]) -> bool:
     return all(s in (1, side) for s, side in zip(value.shape[2:], sides, strict=True))
 
 
+def _looked_at(side: int, numbers: Iterable[int]) -> torch.Tensor:
+    """The positions that are looked at: all, or those about each number, and others by chance."""
+    if side <= ALL:
+        return torch.arange(side)
+    about = {0, side - 1}
+    for number in numbers:
+        if number < side:
+            about |= set(range(number, side, max(number, side // 8)))
+    near = {p + d for p in about for d in range(-3, 4) if 0 <= p + d < side}
+    return torch.tensor(sorted(near | set(torch.randint(side, (ALL // 2,)).tolist())))
+
+
+def _part(sample: Sample, at: list[torch.Tensor]) -> Sample:
+    """A vector at these queries and keys."""
+    out = []
+    for each in sample:
+        for dim, positions in enumerate(at, 2):
+            each = each if each.shape[dim] == 1 else each.index_select(dim, positions)
+        out.append(each)
+    return out[0], out[1]
+
+
 def _judge_at(
     score: fx.GraphModule,
     vectors: list[Sample],
-    sides: tuple[int, ...],
+    at: list[torch.Tensor],
     dtype: torch.dtype,
     harmless: bool,
 ) -> Verdict:
-    # products of all magnitudes: scores that are them for these are them
-    powers = torch.empty(1, 1, *sides).uniform_(-3, 3 if dtype is torch.float16 else 30)
+    # scores that are the products for zeros, and for all magnitudes, are the products
+    queries, keys = at
+    powers = torch.empty(1, 1, len(queries), len(keys)).uniform_(
+        -3, 3 if dtype is torch.float16 else 30
+    )
     products = ((10.0**powers) * torch.randn(powers.shape).sign()).to(dtype)
-    block = products, torch.zeros_like(products, dtype=torch.bool)
+    unknown = torch.zeros(products.shape, dtype=torch.bool)
     try:
-        scores, known = _run(score, [block, *vectors])
+        scores, known = _run(score, [(products, unknown), *vectors])
+        of_zeros, _ = _run(score, [(torch.zeros_like(products), unknown), *vectors])
     except Exception:
         return UNKNOWN
     if not scores.is_floating_point():
         return UNKNOWN
     blocked = _masked(scores)
-    later = torch.ones(sides, dtype=torch.bool).triu(1)
+    later = keys > queries[:, None]
     sure = (known & blocked)[..., later]
     never = bool(sure.all())
     finite = bool((scores[..., later] != -torch.inf).any())
@@ -243,12 +282,12 @@ def _judge_at(
         # a row of which all is masked by finite numbers is spread over all keys
         rows = (~blocked & ~later).any(-1)
         never = harmless and bool(rows.all())
-    same = scores == products
+    same = (scores == products) & (of_zeros == 0)
     decided = all(bool(k.all()) for _, k in vectors) and bool((same | blocked).all())
     kind = "other"
     if decided and not bool(blocked.any()):
         kind = "full"
-    elif decided and sides[0] == sides[1] and bool((blocked == later).all()):
+    elif decided and bool((blocked == later).all()):
         kind = "causal"
     return Verdict(kind, not never)
 

@@ -14,8 +14,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import Max
 
 from autoshard.infer import expression
 from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
@@ -67,7 +69,24 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise Untraceable("a result of several tensors")
-    return tuple(expression(s) for s in value.shape)
+    return tuple(s if isinstance(s, int) else _plain(s) for s in value.shape)
+
+
+def _plain(size: torch.SymInt) -> Any:
+    """A size such as 1 - Max(0, 1 - n), that a slice from the end has, where it is simpler."""
+    expr = expression(size)
+    if isinstance(expr, int) or not expr.has(sympy.Max, Max):
+        return expr
+    env = size.node.shape_env
+
+    def larger(*args: Any) -> Any:
+        for a in args:
+            if all(env._maybe_evaluate_static(sympy.Ge(a, b)) == True for b in args):  # noqa: E712
+                return a
+        return Max(*args)
+
+    made = expr.replace(Max, larger).replace(sympy.Max, larger)
+    return int(made) if made.is_Integer else made
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
@@ -112,7 +131,7 @@ def permutation(node: fx.Node) -> list[int] | None:
 def keeps_shape(node: fx.Node) -> bool:
     """Whether a slice, copy, view or expand gives its operand as it is."""
     kind = op_name(node.target)
-    return (
+    return bool(
         kind in COPIES | VIEWS | {"slice", "expand", "expand_as"}
         and is_tensor(node.args[0])
         and shape_of(node) == shape_of(node.args[0])
@@ -145,7 +164,7 @@ class Tracer:
         self.vectors: dict[fx.Node, fx.Node] = {}  # outer vector -> placeholder
         self.varies: dict[fx.Node, tuple[bool, bool]] = {}
         self.product, self.product_form = product, form
-        self.below = _descendants(product) if product is not None else set()
+        self.below = descendants(product) if product is not None else set()
         self.seen: dict[tuple[fx.Node, Form], fx.Node] = {}
 
     def form(self, node: fx.Node, form: Iterable[tuple[int, ...]]) -> Form:
@@ -255,8 +274,11 @@ class Tracer:
             return None  # a size among the operands
 
         def operand(n: fx.Node) -> fx.Node:
-            tail = form[len(form) - n.meta["val"].ndim :]
-            return self.scores(n, self.form(n, tail))
+            skipped = len(form) - n.meta["val"].ndim
+            pairs = zip(shape_of(n), shape_of(node)[skipped:], strict=True)
+            # a symbolic size that is not one can only be that of the result, however it is written
+            shape = tuple(s if isinstance(s, int) else made for s, made in pairs)
+            return self.scores(n, marked(shape, form[skipped:], self.sizes))
 
         if op_name(node.target) in CASTS:
             made, given = dtype_of(node), operand(node.args[0])
@@ -267,7 +289,8 @@ class Tracer:
         return self.call(node.target, *args, **kwargs)
 
 
-def _descendants(node: fx.Node) -> set[fx.Node]:
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """The node and all that is computed from it."""
     found, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:

@@ -13,7 +13,7 @@ from torch import fx
 from autoshard import collectives
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.collectives import CONVERSIONS, KINDS, LOCAL, Link, all_reduce_max
-from autoshard.layout import Layout, cut_axes, levels, runs
+from autoshard.layout import Layout, cut_axes, first_cut, levels, runs
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
 from autoshard.runtime import gather, rng, zero
@@ -107,8 +107,9 @@ def stated(
     dims, layout = program.dims.get(node), program.layouts.get(node)
     if not isinstance(dims, tuple) or not isinstance(layout, dict):
         return None
-    known = _Sizes(program, program.hints if sizes is None else sizes, layout)
-    found = [known.of(dim) for dim in dims]
+    sizes = program.hints if sizes is None else sizes
+    layouts = first_cut(dims, layout)
+    found = [_Sizes(program, sizes, of).of(d) for d, of in zip(dims, layouts, strict=True)]
     parameter = program.values.get(node.name) if node.op == "placeholder" else None
     if parameter is not None and parameter.zero:
         low, high = gather.shard_bounds(parameter, program.mesh, 0)

@@ -15,7 +15,7 @@ from autoshard import collectives
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.infer import expression
-from autoshard.layout import Layout, cut_axes, levels
+from autoshard.layout import Layout, cut_axes, first_cut, levels
 from autoshard.mesh import DATA_AXES
 from autoshard.program import Conversion, Program, module_path
 from autoshard.rules import op_name
@@ -150,6 +150,10 @@ class Writer:
                 "capture with static sizes",
             )
         )
+
+    def sizes_of(self, dims: tuple[Dim, ...], layout: Layout) -> list[Any]:
+        """This rank's sizes of a tensor: of an axis that occurs twice in it the first is cut."""
+        return [self.size(d, of) for d, of in zip(dims, first_cut(dims, layout), strict=True)]
 
     def size(self, dim: Dim, layout: Layout) -> Any:
         """This rank's size of a dimension: an int where all ranks agree, else a node."""

@@ -131,13 +131,13 @@ def _copied(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _without_empty(node: fx.Node) -> None:
-    """cat leaves out tensors of shape (0,), such as a cache that holds nothing yet."""
+    """A tensor joined to ones of shape (0,), such as a cache that holds nothing yet, is itself. It
+    is a copy of it: what follows may be a view that only a contiguous tensor has."""
     parts = list(node.args[0])
     full = [n for n in parts if tuple(n.meta["val"].shape) != (0,)]
-    if len(full) == len(parts):
-        return
-    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
-        _replace(node, full[0])
+    if len(full) == 1 < len(parts) and full[0].meta["val"].dtype == node.meta["val"].dtype:
+        node.target, node.args = aten.clone.default, (full[0],)
+        node.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
@@ -185,6 +185,8 @@ def _recognise_masks(program: Program) -> None:
 
 def _what_mask(program: Program, mask: fx.Node) -> str:
     """``causal``, ``full`` or ``other``."""
+    if mask.op == "placeholder":
+        return "other"
     needed = ancestors([mask])
     if not depends_on_sizes_only(program, needed):
         return "other"

@@ -27,6 +27,7 @@ from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.infer import derived, sequence_axes
 from autoshard.mesh import SubMesh
+from autoshard.products import PRODUCTS
 from autoshard.program import Assignment, Program, module_path, shallow, tensor_results
 from autoshard.rules import op_name
 
@@ -64,6 +65,8 @@ class ContextParallel(Pass):
         mesh = SubMesh(program.mesh.mesh, tuple(factors.items()))
         parts = tuple(m for m, _ in mesh.parts("cp"))
         travels = parts[:1] if inner < ranks else ()
+        if travels:
+            self._refuse_what_is_written_out(program)
         program.mesh = replace(mesh, folded=travels if self.balance and _causal(program) else ())
         for axis in _tokens(program):
             if axis.opaque or axis.parts is not None:
@@ -107,21 +110,55 @@ class ContextParallel(Pass):
 
     def _refuse_what_is_opaque(self, program: Program) -> None:
         found = sequence_axes(program)
+        joined = [
+            axis
+            for node in _attentions(program)
+            for axis in leaves(program.dims[node.args[0]][-2])
+            if axis.parts is not None
+        ]
         opaque = [axis for axis in found if axis.opaque]
-        if found and not opaque:
+        if found and not opaque and not joined:
             return
+        if joined:
+            seen, why = joined, "attention reads parts that are joined (a class token, patches)"
+        elif opaque:
+            seen, why = opaque, "the model reshapes it in a way that mixes tokens"
+        else:
+            seen, why = [], "no attention reads one, and no input of token ids has one"
+        shown = ", ".join(dict.fromkeys(map(repr, seen))) or "no dimension of the inputs"
         ranks = program.mesh.mesh.size("cp")
         raise ShardingError(
             message(
                 self.name,
                 "the sequence",
-                f"{', '.join(map(repr, opaque)) or 'no dimension of the inputs'} over cp={ranks}",
-                "the model reshapes it in a way that mixes tokens"
-                if opaque
-                else "no attention reads one, and no input of token ids has one",
+                f"{shown} over cp={ranks}",
+                why,
                 "drop cp from the mesh",
             )
         )
+
+    def _refuse_what_is_written_out(self, program: Program) -> None:
+        """Scores of all queries and keys: an attention that `fuse_attention` has not recognised."""
+        tokens = {id(a) for a in _tokens(program)}
+        made, found = derived(program), dict[str, str]()
+        for node, typing in program.typings.items():
+            kind = op_name(node.target)
+            outs = typing.out if isinstance(typing.out, tuple) else ()
+            long = [d for d in outs if any(id(a) in tokens for a in atoms(d))]
+            scores = node in made and kind in PRODUCTS and len(long) > 1
+            if scores or kind == "scaled_dot_product_attention":
+                found[module_path(node) or "the model"] = f"{kind} of {len(outs)} dimensions"
+        if found:
+            raise ShardingError(
+                message(
+                    self.name,
+                    f"{len(found)} attentions",
+                    "; ".join(f"{where}: {what}" for where, what in list(found.items())[:8]),
+                    f"{self.mode!r} needs what comes between queries, keys and the softmax to be "
+                    "elementwise on the scores, and this is not",
+                    'use context_parallel="ulysses", which runs attention as it is written',
+                )
+            )
 
     def _refuse_for_heads(
         self, program: Program, heads: dict[fx.Node, tuple[Axis, int]], ranks: int

@@ -38,6 +38,7 @@ from autoshard.scores import (
     Form,
     Tracer,
     Untraceable,
+    descendants,
     dtype_of,
     keeps_shape,
     marked,
@@ -176,7 +177,7 @@ class _Fuser:
         folded = len(form[0]) == 2
         if folded and (source := _folded(operand, sizes)) is not None:
             operand, folded = source.simple(), False
-        node, order = operand.node, operand.order
+        node, order = _copied(operand.node), operand.order
         kept = [d for d in order if d is not None]
         if kept != sorted(kept):
             node = self._call(aten.permute.default, node, kept)
@@ -184,6 +185,8 @@ class _Fuser:
             if dim is None:
                 node = self._call(aten.unsqueeze.default, node, position)
         if folded:
+            if not isinstance(sizes[HEADS], int):
+                raise Untraceable("a number of heads that is no number")
             return self._call(aten.unflatten.int, node, 0, [-1, sizes[HEADS]])
         while node.meta["val"].ndim < 4:  # [b, ., .] has one head; [., .] is one sample too
             node = self._call(aten.unsqueeze.default, node, node.meta["val"].ndim - 2)
@@ -205,9 +208,9 @@ class _Fuser:
             inner = self._unrepeated(source, dim)
             return None if inner is None else self._call(aten.to.dtype, inner, dtype_of(node))
         if kind == "repeat_interleave" and argument(node, 2, "dim") in (dim, dim - len(shape)):
-            return source if isinstance(node.args[1], int) else None
+            return _same(source) if isinstance(node.args[1], int) else None
         if kind == "expand" and before == _with(shape, dim, 1):
-            return source
+            return _same(source)
         if kind in VIEWS and len(before) == len(shape) + 1:
             split = before[dim : dim + 2]
             if before != (*shape[:dim], *split, *shape[dim + 1 :]):
@@ -217,21 +220,17 @@ class _Fuser:
 
     def _unrepeated_pair(self, node: fx.Node, dim: int) -> fx.Node | None:
         """x[..., g, r, ...], that repeats x[..., g, 1, ...] along ``dim``: x without it."""
-        while keeps_shape(node):
-            node = node.args[0]
+        node = _same(node)
         shape = shape_of(node)
         if op_name(node.target) not in ("expand", "repeat"):
             return None
         source = node.args[0]
         if shape_of(source) != _with(shape, dim, 1):
             return None
-        inner = source
-        while keeps_shape(inner):
-            inner = inner.args[0]
-        rank = len(shape)
+        inner, rank = _same(source), len(shape)
         if op_name(inner.target) == "unsqueeze" and inner.args[1] in (dim, dim - rank):
-            return inner.args[0]
-        return self._call(aten.squeeze.dim, source, dim)
+            return _same(inner.args[0])
+        return self._call(aten.squeeze.dim, inner, dim)
 
     def _fitting(self, node: fx.Node, batch: Any, heads: Any = None) -> fx.Node:
         """The operand with the whole batch, and as many heads where they are given."""
@@ -241,7 +240,8 @@ class _Fuser:
             return node
         if shape[0] not in (1, batch) or shape[1] not in (1, heads):
             raise Untraceable("operands of several batches")
-        return self._call(aten.expand.default, node, [self._size(batch), heads, -1, -1])
+        rows = -1 if shape[0] == batch else self._size(batch)
+        return self._call(aten.expand.default, node, [rows, heads, -1, -1])
 
     # vectors
 
@@ -389,6 +389,7 @@ class _Fuser:
         if order != tuple(range(len(order))):
             new = self._call(aten.permute.default, new, list(order))
         self.at.replace_all_uses_with(new)
+        _reshape_for_views(new)
 
     @contextmanager
     def _before(self, node: fx.Node) -> Iterator[None]:
@@ -440,7 +441,7 @@ def _weights(softmax: fx.Node) -> _Weights:
             if len(places) != 1:
                 raise Untraceable("a product of weights with themselves")
             return _Weights(user, places[0], tuple(path), sinks, dropout)
-        if user.op != "call_function" or not user.args or user.args[0] is not node:
+        if not is_tensor(user) or not user.args or user.args[0] is not node:
             raise Untraceable("weights that are used otherwise")
         before, after = shape_of(node)[-2:], shape_of(user)[-2:]
         if kind == "dropout" and not dropout:
@@ -505,11 +506,12 @@ def _lead(
         return None
     folded = shape_of(first.node)[0]
     between, stack = set(), [scores]
+    below = descendants(first.node) - {first.node}
     while stack:
         node = stack.pop()
-        if node not in between and node is not first.node and is_tensor(node):
+        if node in below and node not in between:
             between.add(node)
-            stack += node.all_input_nodes[:2]
+            stack += node.all_input_nodes
     operands = [o.simple().node for o in (first.left, first.right, second.right)]
     sources = [n.args[0] for n in map(_copied, operands) if op_name(n.target) in VIEWS]
     rows = shape_of(first.node)[1]
@@ -522,6 +524,22 @@ def _lead(
         if len(shape) == 4 and shape[0] * shape[1] == folded and shape[2] == rows:
             return shape[:2]  # type: ignore[return-value]
     return None
+
+
+def _same(node: fx.Node) -> fx.Node:
+    """The node that copies, views and slices of all of it stand for."""
+    while keeps_shape(node):
+        node = node.args[0]
+    return node
+
+
+def _reshape_for_views(node: fx.Node) -> None:
+    """An attention need not lay out its result as what it replaces did: views become reshapes."""
+    for user in node.users:
+        if op_name(user.target) in ("view", "_unsafe_view"):
+            user.target = aten.reshape.default
+        if permutation(user) is not None or op_name(user.target) in VIEWS:
+            _reshape_for_views(user)
 
 
 def _copied(node: fx.Node) -> fx.Node:

@@ -1,5 +1,7 @@
 """Step time against hand-written Megatron-style code, torch's parallelize_module, DDP and FSDP2.
 
+For cp=2 the floor is the model with ring attention written by hand (`bench_ring`) under DDP.
+
 Two gloo processes with one thread each train the same Llama-like model; the modes take turns step
 by step, and medians are compared: what else the machine does falls on all of them alike::
 
@@ -28,7 +30,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-TARGETS = {"tp=2": 1.05, "tp=2 sequence": 1.05, "dp=2": 1.02, "zero=1": 1.05, "zero=3": 1.0}
+TARGETS = {
+    "tp=2": 1.05,
+    "tp=2 sequence": 1.05,
+    "dp=2": 1.02,
+    "zero=1": 1.05,
+    "zero=3": 1.0,
+    "cp=2": 1.10,
+}
 SIZE = {
     "width": 512,
     "ffn": 1376,
@@ -53,11 +62,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, kv_heads * self.dim, bias=False)
         self.v = nn.Linear(width, kv_heads * self.dim, bias=False)
         self.o = nn.Linear(heads * self.dim, width, bias=False)
+        self.attend = attend
 
     def forward(self, x, cos, sin):
         b, s, _ = x.shape
         q, k, v = (f(x).view(b, s, -1, self.dim).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o(y.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -361,6 +371,41 @@ def ddp(size, mesh, batch):
     return list(model.parameters()), step
 
 
+class RingLlama(Llama):
+    """This rank's tokens of a `Llama`, in zigzag order, with attention round a ring by hand."""
+
+    def __init__(self, size: argparse.Namespace):
+        super().__init__(size)
+        for block in self.blocks:
+            block.attn.attend = ring
+        self.cos, self.sin = own_tokens(self.cos, 0), own_tokens(self.sin, 0)
+
+    def forward(self, ids, labels):
+        return super().forward(own_tokens(ids, 1), own_tokens(labels, 1))
+
+
+def own_tokens(x, dim: int):
+    runs, rank = x.chunk(4, dim), dist.get_rank()
+    return torch.cat([runs[rank], runs[3 - rank]], dim)
+
+
+def ring(q, k, v):
+    from bench_ring import HandWritten
+
+    return HandWritten.apply(q, k, v, q.shape[-1] ** -0.5)
+
+
+def ring_ddp(size, mesh, batch):
+    model = nn.parallel.DistributedDataParallel(RingLlama(size))
+
+    def step():
+        loss = model(**batch)
+        loss.backward()
+        return loss
+
+    return list(model.parameters()), step
+
+
 def fully_sharded(size, mesh, batch):
     from torch.distributed.fsdp import fully_shard
 
@@ -411,6 +456,9 @@ def modes_of(group: str) -> dict[str, Callable]:
     """The modes that take turns in a group; the first is the floor, A/A its second copy."""
     if group == "dp=2":
         return {"DDP": ddp, "A/A": ddp, "autoshard": partial(data_autoshard, zero=0)}
+    if group == "cp=2":
+        ours = partial(data_autoshard, zero=0)
+        return {"hand-written": ring_ddp, "A/A": ring_ddp, "autoshard": ours}
     if group == "zero=1":
         ours = trained(data_autoshard, zero=1)
         return {"DDP": trained(ddp), "A/A": trained(ddp), "autoshard": ours}
@@ -435,7 +483,7 @@ def modes_of(group: str) -> dict[str, Callable]:
 
 def measure(group: str, size: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every step on this rank, per mode."""
-    axis = "tp" if group.startswith("tp") else "dp"
+    axis = group[:2] if group[:2] in ("tp", "cp") else "dp"
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, size.vocab, (size.batch, size.length + 1), generator=g)
