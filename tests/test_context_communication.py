@@ -15,7 +15,7 @@ from zoo import batch, tiny
 from autoshard import autoshard
 from autoshard.activations import predicted
 from autoshard.attention import Attention
-from autoshard.collectives import Link, _shared, most_rows
+from autoshard.collectives import CONVERSIONS, Link, _shared, most_rows
 from autoshard.cost import WIRE, conversion_bytes
 from autoshard.emit import loss_graph
 from autoshard.program import Conversion
@@ -209,6 +209,16 @@ def test_nothing_is_as_large_as_the_scores(name, mode):
         growing = [r for r in ratios if r > 1]
         assert len(growing) <= 1 and max(growing, default=0) < times + 0.1, (node, shape)
     assert any(length // 2 < max(shape, default=0) for shape in short.values())
+
+
+def test_layers_share_the_pieces_of_tables_that_they_read():
+    """Those of RoPE and of inputs are cut once, whatever the depth."""
+    counts = []
+    for layers in (1, 3):
+        model = tiny("llama", num_hidden_layers=layers)
+        graph = autoshard(model, "cp=2", batch(), zero=0).program.graph
+        counts.append(sum(CONVERSIONS.get(n.target) == "shard" for n in graph.nodes))
+    assert counts[0] == counts[1] > 0
 
 
 # --- balance ---
