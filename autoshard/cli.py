@@ -20,9 +20,9 @@ from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
 
-TABLES = ("axes", "params", "graph", "collectives", "passes", "memory")
+TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention")
 #: What ``inspect`` prints when no table is named: all but the longest.
-DEFAULT_TABLES = ("axes", "params", "collectives", "memory", "passes")
+DEFAULT_TABLES = ("axes", "params", "attention", "collectives", "memory", "passes")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
 
 EPILOG = """\

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from autoshard.layout import pieces
@@ -135,6 +136,23 @@ def _shared(link: Link, owner: int, reader: int, reach: Reach, sizes: Pair) -> l
             place += b - a
         at += max(stop - start, 0)
     return found
+
+
+def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any, Any]) -> Any:
+    """No rank sends more rows than so many for a halo, nor back; numbers, or closed forms of them.
+
+    ``reach``: how far before and after an element is read; ``sizes``: of what is read and of what
+    reads. All others together read as many rows of a run as one run reads of all others. Where the
+    sizes differ, runs of the same place do not start together, and read so much further.
+    """
+    runs = 2 * ranks if zigzag else ranks
+    longer = sizes[0] - sizes[1]
+    apart = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(longer))
+    late = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(-longer))
+    ahead = sympy.Max(0, reach[0] + sympy.Max(0, apart))
+    behind = sympy.Max(0, reach[1] + sympy.Max(0, late))
+    most = (2 if zigzag else 1) * (ahead + behind)
+    return int(most) if most.is_Integer else most
 
 
 def _rows(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:

@@ -208,9 +208,10 @@ class Local:
         value, (out,) = self.read[self.node.args[0]], leaves(window.out)
         reach = window.before, window.after
         before, after = (self.p.size_node(sympy.sympify(n)) for n in reach)
-        sizes = tuple(self.p.size_node(size_of(d)) for d in (window.source, window.out))
-        known = [abs(n) for n in reach if isinstance(n, int)]
-        sent = axis_dim(max(known, default=1) * (2 if self.p.mesh.zigzag((over,)) else 1))
+        whole = size_of(window.source), size_of(window.out)
+        sizes = tuple(self.p.size_node(size) for size in whole)
+        ranks, zigzag = self.p.mesh.size(over), self.p.mesh.zigzag((over,))
+        sent = axis_dim(collectives.most_rows(ranks, zigzag, reach, whole))
         dims = tuple(sent if i == window.at else d for i, d in enumerate(value.dims))
         local = self.value(0)
         self.moved[over] = out
