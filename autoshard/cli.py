@@ -67,6 +67,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         mesh,
         example_inputs=example_inputs,
         sequence_parallel=arguments.sequence_parallel,
+        context_parallel=arguments.context_parallel,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -90,6 +91,7 @@ def prove(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
+        context_parallel=arguments.context_parallel,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -293,6 +295,12 @@ def _add_model(command: Any) -> None:
         dest="sequence_parallel",
         action="store_false",
         help="do not cut the sequence over tp",
+    )
+    command.add_argument(
+        "--context-parallel",
+        default="ring",
+        choices=("ring", "ulysses", "allgather"),
+        help="how attention reads the tokens of other ranks, on a mesh with cp",
     )
     command.add_argument(
         "--zero", type=int, default=1, choices=range(4), help="the stage, over the data axes"

@@ -91,6 +91,9 @@ class ContextParallel(Pass):
             if kind in SCANS and tensor_results(node)[0].is_floating_point():
                 if any(id(a) in tokens or a.opaque for a in whole):
                     found[f"{kind} in {path}"] = "goes along it step by step"
+            elif kind == "unbind" and any(id(a) in tokens for a in whole):
+                if len(tensor_results(node)) >= LOOP:
+                    found[f"a loop in {path}"] = "reads it one by one"
             elif kind == "select" and any(id(a) in tokens for a in whole):
                 at = steps.setdefault((path, id(whole[0])), set())
                 at.add(node.args[2])

@@ -4,7 +4,7 @@ the scores."""
 from functools import cache
 from itertools import product
 
-import context_jobs as jobs
+import context_traffic as jobs
 import handwritten as hw
 import pytest
 import sympy

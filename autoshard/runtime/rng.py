@@ -31,9 +31,24 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         generator.set_state(state)
 
 
-def number() -> int:
-    """A number to seed a generator with; it never lies on a device that one would wait for."""
-    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+class _Number:
+    """Draws a number to seed a generator with; it never lies on a device that one would wait for.
+    An argument of `draw`, it stands under its own name in the code that fx writes."""
+
+    def __call__(self) -> int:
+        return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+
+    def __repr__(self) -> str:
+        return "number"
+
+    def __deepcopy__(self, memo: Any) -> _Number:
+        return self
+
+
+number = _Number()
+torch.fx.graph._register_custom_builtin(
+    "number", "from autoshard.runtime.rng import number", number
+)
 
 
 def _generator_of(*arguments: Any) -> torch.Generator:
