@@ -202,8 +202,8 @@ def _attentions(program: Program) -> Iterator[fx.Node]:
 
 
 def _heads(program: Program, ranks: int) -> dict[fx.Node, tuple[Axis, int]]:
-    """For each attention, the axis of its heads that cp can cut most ways, and how many: heads that
-    keys have too before groups of queries that share them."""
+    """For each attention, the axis of its heads that cp can cut, and how many ways: heads that keys
+    have too, before groups of queries that share them (all ranks gather their keys then)."""
     taken: dict[int, int] = {}
     for assignment in program.assignments:
         share = program.mesh.size(assignment.mesh_axes)
@@ -214,13 +214,14 @@ def _heads(program: Program, ranks: int) -> dict[fx.Node, tuple[Axis, int]]:
         keys = list(leaves(k[-3])) if len(k) > 2 else []
         axes = keys + [a for a in (leaves(q[-3]) if len(q) > 2 else ()) if a not in keys]
         axes = [a for a in axes if not a.opaque and a.parts is None and a.role != "batch"]
-        free = [
-            (math.gcd(ranks, a.size // t) if a.size % (t := taken.get(id(a), 1)) == 0 else 1, -i)
-            for i, a in enumerate(axes)
+        shares = [
+            math.gcd(ranks, a.size // t) if a.size % (t := taken.get(id(a), 1)) == 0 else 1
+            for a in axes
         ]
-        if axes:
-            share, at = max(free)
-            found[node] = axes[-at], share
+        for axis, share in zip(axes, shares, strict=True):
+            if share > 1 or axis is axes[-1]:
+                found[node] = axis, share
+                break
     return found
 
 

@@ -36,6 +36,8 @@ DENSE = (
     "llama gpt2 bloom mistral qwen3 phi3 opt gptj starcoder2 gemma2 olmo2 stablelm granite cohere "
     "falcon gpt_bigcode glm4"
 ).split()
+#: Of those, where all queries share one head of keys, which is gathered as there is none to cut.
+ONE_HEAD = ("falcon", "gpt_bigcode")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 #: Those that are tried in every run.
 QUICK = DENSE[:3]
@@ -136,6 +138,9 @@ def test_nothing_else_travels_along_tokens(name, mode):
     """Of a decoder without experts: what attention sends, and two numbers of the loss."""
     program = sharded(name, "cp=2", mode).program
     known = {c.node: c for c in program.conversions}
+    kinds = {KINDS[mode][0]}
+    if mode == "ulysses" and name in ONE_HEAD:
+        kinds.add("all_gather")
     loss = attention = 0
     for node in loss_graph(program).nodes:
         conversion = known.get(node.name)
@@ -145,7 +150,7 @@ def test_nothing_else_travels_along_tokens(name, mode):
             assert conversion.numel == 1, conversion
             loss += 1
         else:
-            assert WIRE[conversion.kind][0] == KINDS[mode][0], conversion
+            assert WIRE[conversion.kind][0] in kinds, conversion
             attention += 1
     each = {"ring": 1, "allgather": 2, "ulysses": 4}[mode]
     assert (loss, attention) == (2, each * LAYERS)
