@@ -61,10 +61,10 @@ def autoshard(
     context_parallel: how, on a mesh with cp, queries meet the keys of other ranks: "ring" (keys and
     values travel round), "ulysses" (heads are cut in place of tokens), "allgather". Every rank of
     cp is given the whole sequences.
-    zero: 0 to 3; over the data axes, 1 shares out optimizer states, 2 gradients too, 3 parameters
-    too, gathered a block at a time. ``parameters()`` are then pieces of dim 0. zero_axes: the data
-    axes to do so over (all, when None). reshard_after_forward: stage 3 frees weights between
-    forward and backward.
+    zero: 0 to 3; over the data axes and cp, 1 shares out optimizer states, 2 gradients too, 3
+    parameters too, gathered a block at a time. ``parameters()`` are then pieces of dim 0.
+    zero_axes: those of these axes to do so over (all, when None). reshard_after_forward: stage 3
+    frees weights between forward and backward.
     offload: parameters, gradients and optimizer states are in host memory.
     param_dtype: the type of weights, of what is computed from them, and of floating inputs; the
     parameters themselves keep theirs. reduce_dtype: that of gradients on their way (default: the

@@ -303,7 +303,7 @@ def _add_model(command: Any) -> None:
         help="how attention reads the tokens of other ranks, on a mesh with cp",
     )
     command.add_argument(
-        "--zero", type=int, default=1, choices=range(4), help="the stage, over the data axes"
+        "--zero", type=int, default=1, choices=range(4), help="the stage, over dp, ep and cp"
     )
     command.add_argument(
         "--recompute",

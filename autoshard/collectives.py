@@ -4,8 +4,9 @@ Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names t
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
 cut and ``size`` its whole size (where they matter; of an all-to-all, both of the dimension that
 becomes whole and of the one that is cut; of a halo, (dim, before, after) and the sizes of what is
-read and of what reads). Pieces are those of ``torch.chunk``: the last
-may be short, and is padded on the wire only. `TABLE` says which conversions there are.
+read and of what reads). Pieces are those of ``torch.chunk``, or two runs each
+in zigzag order (`layout.pieces`): the last may be short or empty, and are padded on the wire only.
+`TABLE` says which conversions there are.
 """
 
 from __future__ import annotations
@@ -360,7 +361,7 @@ def local_size(size: int, link: Any) -> int:
 
 
 def local_start(size: int, link: Any) -> int:
-    """Where this rank's piece of ``size`` begins."""
+    """Where this rank's piece of ``size`` begins: it is one run, not in zigzag order."""
     ((start, _),) = link.pieces(size)
     return int(start)
 

@@ -30,9 +30,9 @@ from autoshard.mesh import SubMesh
 from autoshard.products import PRODUCTS
 from autoshard.program import Assignment, Program, module_path, shallow, tensor_results
 from autoshard.rules import op_name
+from autoshard.rules.attention import ATTENTIONS
 
 MODES = ("ring", "ulysses", "allgather")
-ATTENTIONS = ("attend", "scaled_dot_product_attention")
 #: Ops that go along a dimension, each step reading the result of the one before.
 SCANS = frozenset(
     """cumsum cumprod cummax cummin logcumsumexp lstm gru rnn_tanh rnn_relu scan associative_scan

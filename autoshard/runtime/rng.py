@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 #: Odd constants that spread seeds and positions (Knuth, multiplicative hashing).
-_GOLDEN, _APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
+GOLDEN, APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +21,7 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     # one number of the common stream per op, the same on every rank, keeps the streams in step
     seed = int(torch.randint(2**31, (), dtype=torch.int64).item())
-    mixed = (seed * _GOLDEN + (link.index + 1) * _APART) % 2**63
+    mixed = (seed * GOLDEN + (link.index + 1) * APART) % 2**63
     generator = _generator_of(*args, *kwargs.values())
     state = generator.get_state()
     generator.manual_seed(mixed)
