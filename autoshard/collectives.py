@@ -209,7 +209,8 @@ def runwise(
     result."""
     runs = [b - a + reach for a, b in link.pieces(size) if a < b]
     if not runs:  # this rank holds nothing: what comes out of a run is all beyond its length
-        run = x.new_zeros(*x.shape[:dim], reach + 1, *x.shape[dim + 1 :])
+        # made of x all the same: the backward of what x came from takes part in a collective
+        run = torch.cat([x, x.new_zeros(*x.shape[:dim], reach + 1, *x.shape[dim + 1 :])], dim)
         return op(run, **rest).narrow(dim, 0, 0)
     return torch.cat([op(run, **rest) for run in x.split(runs, dim)], dim)
 
@@ -358,6 +359,16 @@ def all_reduce_max(x: torch.Tensor, link: Any, dim: int = 0, size: int = 0) -> t
 def local_size(size: int, link: Any) -> int:
     """How much of ``size`` this rank holds."""
     return int(link.length(size))
+
+
+def local_places(index: torch.Tensor, link: Any, size: int) -> torch.Tensor:
+    """Where each position of ``size`` is in this rank's piece; -1 where it is not."""
+    places, at = torch.full_like(index, -1), 0
+    for start, stop in link.pieces(size):
+        inside = (index >= start) & (index < stop)
+        places = torch.where(inside, index - start + at, places)
+        at += stop - start
+    return places
 
 
 def local_start(size: int, link: Any) -> int:

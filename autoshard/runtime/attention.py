@@ -35,7 +35,7 @@ TILE = 1024
 #: One more odd constant that spreads positions, see `rng`.
 _ASIDE = 0xD1342543DE82EF95
 
-_KEYS, _GRADIENTS = 0, 1  # tags on the wire: both may be under way
+_KEYS, _GRADIENTS = 1, 2  # tags on the wire: both may be under way, and ZeRO's 0
 
 
 def ring_attention(
@@ -335,7 +335,8 @@ def _to_width(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _is_flash(q: torch.Tensor, width: int) -> bool:
     """Of CUDA's two kernels, whether it is the one of half types."""
-    return q.dtype != torch.float32 and width <= 256
+    able = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return able and q.dtype != torch.float32 and width <= 256
 
 
 def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:

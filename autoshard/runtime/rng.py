@@ -20,7 +20,7 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
     if not link:
         return op(*args, **kwargs)
     # one number of the common stream per op, the same on every rank, keeps the streams in step
-    seed = int(torch.randint(2**31, (), dtype=torch.int64).item())
+    seed = number()
     mixed = (seed * GOLDEN + (link.index + 1) * APART) % 2**63
     generator = _generator_of(*args, *kwargs.values())
     state = generator.get_state()
