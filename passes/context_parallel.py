@@ -71,7 +71,7 @@ class ContextParallel(Pass):
         for axis in _tokens(program):
             if axis.opaque or axis.parts is not None:
                 continue
-            axis.role = "sequence"
+            axis.role, axis.name = "sequence", axis.name or "moved sequence"
             program.assignments.append(
                 Assignment(axis, parts, 20, self.name, f"tokens; attention by {self.mode}")
             )

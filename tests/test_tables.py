@@ -1,7 +1,10 @@
 """The tables: real content, published closed forms, and readable for deep models."""
 
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import handwritten as hw
 import pytest
@@ -463,3 +466,16 @@ def test_the_summary_names_mesh_strategies_and_collectives():
     ):
         assert part in text
     assert torch.nn.Module.__repr__ is not type(sharded("dp=2,tp=2")).__repr__
+
+
+def test_activations_are_told_where_weights_are_gathered_and_nothing_has_run():
+    """In a process of its own: nothing is left over from other compilations."""
+    code = (
+        "import handwritten as hw; from autoshard import autoshard;"
+        "print(autoshard(hw.GPT(), 'dp=2', hw.tokens(), zero=1).table('memory'))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    (row,) = (line for line in ran.stdout.splitlines() if line.startswith("activations"))
+    assert "batch*sequence" in row, ran.stdout + ran.stderr
