@@ -323,13 +323,14 @@ def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None
         position = mesh.coordinate(r)
         key = tuple(position.get(a, 0) for a in DATA_AXES)
         same = first.setdefault(key, r)
+        data = {a: position[a] for a in DATA_AXES if a in position}
         if everyone[same][:-1] != sums_of_r[:-1]:
             raise MeshError(
                 message(
                     "the first batch",
                     f"inputs {list(program.inputs.values())}",
                     f"differ between ranks {same} and {r}{_lengths(everyone[same], sums_of_r)}",
-                    f"both are data rank { ({a: position[a] for a in DATA_AXES if a in position}) }, "
+                    f"both are data rank {data}, "
                     f"and ranks that differ along {', '.join(others)} must see the same rows",
                     "seed the data loader by the data coordinate, not by the global rank"
                     + ("; pass whole sequences, which the graph slices" if "cp" in others else ""),
