@@ -1,0 +1,484 @@
+"""fuse_experts: on a mesh with ep or cp, every mixture of experts is told apart from its transport.
+
+Requires: a canonical graph. Gives: `autoshard.experts.dispatch` and ``combine`` in place of how a
+model brings tokens to experts and back, and between them what the experts compute, on rows sorted
+by expert. What the integers of the routing are (an order by expert, its inverse, where experts end)
+is seen by running the part of the graph that computes them. Recognised are products by groups of
+sorted rows, and products of every row with its own expert's weights. What has another structure is
+left as it is, and said why in ``program.unfused``.
+
+    before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends); y[inverse].view(t, k, d).sum(1)
+    after:   rows, ends, plan = dispatch(x, e); y = grouped_mm(rows, w, ends); combine(y, plan)
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard import experts
+from autoshard.chain import Pass
+from autoshard.infer import expression
+from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
+from autoshard.program import Program, module_path, shallow
+from autoshard.rules import op_name
+from autoshard.rules.core import argument, is_tensor
+from autoshard.runtime.experts import expert_rows, grouped_product
+from autoshard.scores import VIEWS
+
+aten = torch.ops.aten
+
+GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
+
+#: Tokens that the routing is run for where their number is free: enough that no two of its results
+#: are equal by chance.
+TOKENS = 5
+
+
+class Unfit(Exception):
+    """Why what looks like a mixture of experts is left as it is."""
+
+
+@dataclass(frozen=True)
+class FuseExperts(Pass):
+    """``always``: also on a mesh with neither ep nor cp."""
+
+    name: ClassVar[str] = "fuse_experts"
+    always: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        mesh = program.mesh.mesh
+        if mesh.size("ep") == mesh.size("cp") == 1 and not self.always:
+            return program
+        program.unfused = []
+        for node in list(program.graph.nodes):
+            if node.op == "call_function" and is_routed(node):
+                try:
+                    _Block(program, node).fuse()
+                except Unfit as error:
+                    place = module_path(node) or "the model"
+                    program.unfused.append(f"{place}: {error}")
+        program.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output")
+        )
+        program.graph_module.recompile()
+        return program
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """The shape of a tensor; of anything else, that of a number."""
+    value = node.meta.get("val")
+    return tuple(map(expression, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def is_routed(node: fx.Node) -> bool:
+    """Whether a node is a product by groups, or of rows with weights chosen for each."""
+    if op_name(node.target) in GROUPED:
+        return True
+    return op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None
+
+
+def _chosen(node: fx.Node) -> int | None:
+    """Which operand of a product is ``weights[ids]``, an expert's for every row."""
+    for at in (0, 1):
+        arg = node.args[at]
+        if isinstance(arg, fx.Node) and _lookup(_unturned(arg)) is not None:
+            return at
+    return None
+
+
+def _unturned(node: fx.Node) -> fx.Node:
+    while op_name(node.target) in ("transpose", "contiguous", "clone", "to", "_to_copy"):
+        node = node.args[0]
+    return node
+
+
+def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, i) of ``x[i]`` with a vector of integers."""
+    if op_name(node.target) == "index":
+        indices = node.args[1]
+        if len(indices) != 1 or indices[0] is None:
+            return None
+        x, i = node.args[0], indices[0]
+    elif op_name(node.target) == "index_select" and argument(node, 1, "dim") == 0:
+        x, i = node.args[0], node.args[2]
+    else:
+        return None
+    value = i.meta["val"]
+    return (x, i) if value.ndim == 1 and value.dtype in (torch.int64, torch.int32) else None
+
+
+@dataclass
+class _Block:
+    """One mixture of experts, found from a product inside it."""
+
+    program: Program
+    at: fx.Node
+    ids: fx.Node = None  # type: ignore[assignment]  # [t, k]: of every token its experts
+    count: int = 0  # of experts
+    roles: dict[fx.Node, str] = field(default_factory=dict)
+    rows: Any = None  # how many: t k
+
+    def fuse(self) -> None:
+        self._find_routing()
+        end, sums = self._find_end()
+        leaves, inner = self._find_inner(end)
+        self._rewrite(end, sums, leaves, inner)
+
+    # what the integers are
+
+    def _find_routing(self) -> None:
+        """The experts of every token, and what is computed from them."""
+        if op_name(self.at.target) in GROUPED:
+            weight, of = self.at.args[1], argument(self.at, 2, "offs")
+            self.count = weight.meta["val"].shape[0]
+            self.rows = shape_of(self.at)[0]
+        else:
+            where = _chosen(self.at)
+            weight, of = _lookup(_unturned(self.at.args[where]))  # type: ignore[misc, index]
+            self.count = weight.meta["val"].shape[0]
+            self.rows = shape_of(self.at)[0]
+        if not isinstance(of, fx.Node) or not isinstance(self.count, int):
+            raise Unfit("experts of a number that is not known")
+        flat = self._flat_ids(of)
+        self.ids = flat
+        while op_name(self.ids.target) in VIEWS and len(shape_of(self.ids)) < 2:
+            self.ids = self.ids.args[0]
+        if len(shape_of(self.ids)) < 2:
+            raise Unfit("tokens that do not all have the same number of experts")
+        self._classify()
+        if self.roles.get(of) not in ("offsets", "ids", "sorted"):
+            raise Unfit("an order of tokens that is not by expert")
+
+    def _flat_ids(self, of: fx.Node) -> fx.Node:
+        """The vector of integers, one for each row, that an index or offsets are made of."""
+        for node in reversed(ancestors([of])):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                continue
+            if op_name(node.target) in VIEWS and shape_of(node) == (self.rows,):
+                return node
+        raise Unfit("experts that are not chosen by index")
+
+    def _classify(self) -> None:
+        """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
+        sizes = dict.fromkeys(self.program.hints, TOKENS)
+        for n, symbol in enumerate(self.program.hints):
+            sizes[symbol] = TOKENS + 2 * n
+        shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+        generator = torch.Generator().manual_seed(0)
+        env: dict[fx.Node, Any] = {
+            self.ids: torch.randint(self.count, shape, generator=generator)
+        }
+        stack, seen = list(self.ids.users), set[fx.Node]()
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        while stack:
+            stack.sort(key=order.__getitem__, reverse=True)
+            node = stack.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            others = [n for n in node.all_input_nodes if n not in env]
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                continue
+            if others:
+                needed = ancestors(others)
+                if not depends_on_sizes_only(self.program, needed):
+                    continue
+                known = evaluate(self.program, needed, sizes)
+                if known is None:
+                    continue
+                env |= known
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            try:
+                env[node] = node.target(*args, **kwargs)
+            except Exception:  # an op that does not run alone is no part of a routing
+                continue
+            stack.extend(node.users)
+        flat, k = env[self.ids].reshape(-1), shape[-1]
+        self._k = k
+        self._name_roles(env, flat, k)
+
+    def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
+        n = len(flat)
+        found = {v: x for v, x in env.items() if isinstance(x, torch.Tensor)}
+        places, in_order = torch.arange(n), flat.sort().values
+        counts = torch.bincount(flat, minlength=self.count)
+        orders = [
+            x
+            for x in found.values()
+            if x.shape == (n,)
+            and torch.equal(x.sort().values, places)
+            and torch.equal(flat[x.long()], in_order)
+        ]
+        order = orders[0] if orders else None
+        known: dict[str, torch.Tensor] = {
+            "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
+            "offsets": counts.cumsum(0),
+        }  # fmt: skip
+        if order is not None:
+            known |= {
+                "order": order,
+                "token": order // k,
+                "slot": order % k,
+                "inverse": order.argsort(),
+            }
+        for node, value in found.items():
+            for role in ("order", "token", "slot", "inverse", *known):
+                if role in known and value.shape == known[role].shape:
+                    if torch.equal(value.double(), known[role].double()):
+                        self.roles.setdefault(node, role)
+
+    # where experts end
+
+    def _find_end(self) -> tuple[fx.Node, bool]:
+        """The rows as the experts leave them, and the node that adds up those of a token."""
+        node, inverse = self.at, False
+        seen: set[fx.Node] = set()
+        stack = [self.at]
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user in seen or not is_tensor(user) and user.target is not operator.getitem:
+                    if user in seen or not isinstance(user.meta.get("val"), (list, tuple)):
+                        continue
+                seen.add(user)
+                sums = self._sums(node, user)
+                if sums is not None:
+                    return sums
+                stack.append(user)
+        raise Unfit("rows that are not added up by token")
+
+    def _sums(self, node: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """(rows, sum) where ``user`` begins to add up the rows ``node`` of each token."""
+        kind, shape = op_name(user.target), shape_of(node)
+        if len(shape) != 2 or shape[0] != self.rows:
+            return None
+        if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
+            if self.roles.get(user.args[2]) not in ("token", "repeated"):
+                return None
+            if not _is_zero(user.args[0]):
+                return None
+            return node, user
+        rows, looked = node, _lookup(user)
+        if looked is not None and looked[0] is node and self.roles.get(looked[1]) == "inverse":
+            following = [u for u in user.users if is_tensor(u)]
+            if len(following) != 1:
+                return None
+            user, node = following[0], user
+        elif self.sorted_rows:
+            return None
+        if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self._k, shape[1]):
+            if self._k == 1:  # a token has one row
+                return rows, node
+            return None
+        summed = [u for u in user.users if is_tensor(u)]
+        if len(summed) != 1 or op_name(summed[0].target) != "sum":
+            return None
+        dims = argument(summed[0], 1, "dim")
+        if list(dims) not in ([1], [-2]) or argument(summed[0], 2, "keepdim", False):
+            return None
+        return rows, summed[0]
+
+    @property
+    def sorted_rows(self) -> bool:
+        return "order" in self.roles.values()
+
+    # what is inside
+
+    def _find_inner(self, end: fx.Node) -> tuple[dict[fx.Node, tuple[str, Any]], list[fx.Node]]:
+        """What rows are made of, by node: ``(kind, source)``; and the nodes of the experts."""
+        leaves: dict[fx.Node, tuple[str, Any]] = {}
+        inner: dict[fx.Node, None] = {}
+        stack = [end]
+        while stack:
+            node = stack.pop()
+            if node in leaves or node in inner:
+                continue
+            leaf = self._leaf(node)
+            if leaf is not None:
+                leaves[node] = leaf
+                continue
+            inner[node] = None
+            if op_name(node.target) in GROUPED:
+                stack.append(node.args[0])
+            elif op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None:
+                stack.append(node.args[1 - _chosen(node)])  # type: ignore[operator]
+            else:
+                stack += [n for n in node.all_input_nodes if self._has_rows(n)]
+        kinds = [kind for kind, _ in leaves.values()]
+        if "rows" not in kinds:
+            raise Unfit("rows that are not made of tokens")
+        if len({source for kind, source in leaves.values() if kind == "rows"}) > 1:
+            raise Unfit("rows of several tensors of tokens")
+        return leaves, list(inner)
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return any(
+            isinstance(v, torch.Tensor) and v.ndim and expression(v.shape[0]) == self.rows
+            for v in values
+        )
+
+    def _leaf(self, node: fx.Node) -> tuple[str, Any] | None:
+        kind, looked = op_name(node.target), _lookup(node)
+        if looked is not None:
+            source, role = looked[0], self.roles.get(looked[1])
+            if role in ("token", "repeated") and len(shape_of(source)) == 2:
+                return "rows", source
+            if role == "order" and len(shape_of(source)) == 1:
+                return "scalar", source
+            if role in ("sorted", "ids"):
+                return "table", source
+            if role == "inverse":
+                raise Unfit("rows that change their order twice")
+        if kind == "repeat_interleave" and node.args[1] == self._k:
+            if argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
+                return "rows", node.args[0]
+        if kind in VIEWS and shape_of(node) == (self.rows,) and not self.sorted_rows:
+            if self._has_rows(node.args[0]):
+                return None
+            return "scalar", node
+        return None
+
+    # the new nodes
+
+    def _rewrite(
+        self, end: fx.Node, sums: fx.Node, leaves: dict[fx.Node, Any], inner: list[fx.Node]
+    ) -> None:
+        own = {*inner, *leaves}
+        escaping = [u for n in inner if n is not end for u in n.users if u not in own]
+        if escaping:
+            raise Unfit(f"{escaping[0].name} reads what experts have not finished")
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        first = min(inner, key=order.__getitem__)
+        source = next(s for kind, s in leaves.values() if kind == "rows")
+        scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
+        late = max([source, self.ids, *scalars], key=order.__getitem__)
+        with self._after(late):
+            made = self._dispatch(source, scalars)
+        for node in sorted(own, key=order.__getitem__):
+            with self._before(node):
+                self._moved(node, leaves.get(node), made, scalars)
+        del first
+        tokens = sums.meta["val"]
+        with self._before(sums):
+            plan = made["plan"]
+            value = end.meta["val"].new_empty(tokens.shape)
+            new = self._call(experts.combine, end, plan, value=value)
+            if value.dtype != tokens.dtype:
+                new = self._call(aten.to.dtype, new, tokens.dtype)
+        sums.replace_all_uses_with(new)
+
+    def _dispatch(self, source: fx.Node, scalars: list[fx.Node]) -> dict[Any, fx.Node]:
+        ids, given = self.ids, []
+        if len(shape_of(ids)) > 2:
+            ids = self._call(aten.reshape.default, ids, [-1, self._k])
+        for scalar in scalars:
+            wide = scalar
+            while op_name(wide.target) in VIEWS and shape_of(wide) != shape_of(ids):
+                wide = wide.args[0]
+            if shape_of(wide) != shape_of(ids):
+                wide = self._call(aten.reshape.default, scalar, [-1, self._k])
+            given.append(wide)
+        x = source.meta["val"]
+        rows = x.new_empty([ids.meta["val"].shape[0] * self._k, x.shape[1]])
+        values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
+        ends = x.new_empty([self.count], dtype=torch.int32)
+        whole = self._call(
+            experts.dispatch, source, ids, given, self.count, value=(*values, ends, None)
+        )
+        parts = [
+            self._call(operator.getitem, whole, i, value=v) for i, v in enumerate((*values, ends))
+        ]
+        plan = self._call(operator.getitem, whole, len(parts), value=None)
+        made: dict[Any, fx.Node] = dict(zip(scalars, parts[1:-1], strict=True))
+        return made | {"rows": parts[0], "ends": parts[-1], "plan": plan}
+
+    def _moved(
+        self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node], scalars: list[fx.Node]
+    ) -> None:
+        """Put a node's counterpart on rows sorted by expert in its place."""
+        if leaf is not None:
+            kind, source = leaf
+            if kind == "rows":
+                node.replace_all_uses_with(made["rows"])
+            elif kind == "scalar":
+                new, users = made[source], [u for u in node.users if u.target is not experts.dispatch]
+                node.replace_all_uses_with(new, delete_user_cb=lambda u: u in users)
+            else:
+                value = node.meta["val"]
+                new = self._call(expert_rows, source, made["ends"], made["plan"], value=value)
+                node.replace_all_uses_with(new)
+        elif op_name(node.target) in GROUPED:
+            args = list(node.args)
+            if len(args) > 2:
+                node.update_arg(2, made["ends"])
+            else:
+                node.update_kwarg("offs", made["ends"])
+        elif op_name(node.target) in ("bmm", "matmul") and (at := _chosen(node)) is not None:
+            self._grouped(node, at, made)
+
+    def _grouped(self, node: fx.Node, at: int, made: dict[Any, fx.Node]) -> None:
+        """A product of every row with its expert's weights, as one by groups."""
+        chosen, other = node.args[at], node.args[1 - at]
+        weight = self._whole(chosen)
+        if at == 0:  # w[o, i] x[i, 1]
+            weight = self._call(aten.transpose.int, weight, 1, 2)
+        row = self._call(aten.squeeze.dim, other, 2 if at == 0 else 1)
+        if row.meta["val"].ndim != 2:
+            raise Unfit("several vectors of a row")
+        product = self._call(
+            grouped_product, row, weight, made["ends"],
+            value=row.meta["val"].new_empty([row.meta["val"].shape[0], weight.meta["val"].shape[2]]),
+        )  # fmt: skip
+        new = self._call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
+        node.replace_all_uses_with(new)
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The weights of all experts, turned as those of a row are."""
+        looked = _lookup(node)
+        if looked is not None:
+            return looked[0]
+        inner = self._whole(node.args[0])
+        return self._call(node.target, inner, *node.args[1:], **node.kwargs)
+
+    @contextmanager
+    def _before(self, node: fx.Node) -> Iterator[None]:
+        self.at = node
+        with self.program.graph.inserting_before(node):
+            yield
+
+    @contextmanager
+    def _after(self, node: fx.Node) -> Iterator[None]:
+        while node.next.op == "placeholder" or (
+            node.next.target is operator.getitem and node.next.args[0] is node
+        ):
+            node = node.next
+        with self._before(node.next):
+            yield
+
+    def _call(self, target: Any, *args: Any, value: Any = ..., **kwargs: Any) -> fx.Node:
+        new = self.program.graph.call_function(target, args, kwargs)
+        copied = ("nn_module_stack", "stack_trace")
+        new.meta.update({key: self.at.meta[key] for key in copied if key in self.at.meta})
+        if value is ...:
+            given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            value = target(*given, **named)
+        new.meta["val"] = value
+        return new
+
+
+def _is_zero(node: fx.Node) -> bool:
+    kind = op_name(node.target)
+    return kind in ("zeros", "zeros_like", "new_zeros") or (
+        kind in ("full", "full_like", "new_full") and argument(node, -1, "fill_value") == 0
+    )
