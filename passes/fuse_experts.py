@@ -13,6 +13,7 @@ left as it is, and said why in ``program.unfused``.
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import contextmanager
 from collections.abc import Iterator
@@ -335,7 +336,7 @@ class _Block:
             if role in ("token", "repeated") and len(shape_of(source)) == 2:
                 return "rows", source
             if role == "order" and len(shape_of(source)) == 1:
-                return "scalar", source
+                return "scalar", self._by_token(source)
             if role in ("sorted", "ids"):
                 return "table", source
             if role == "inverse":
@@ -346,8 +347,20 @@ class _Block:
         if kind in VIEWS and shape_of(node) == (self.rows,) and not self.sorted_rows:
             if self._has_rows(node.args[0]):
                 return None
-            return "scalar", node
+            return "scalar", self._by_token(node)
         return None
+
+    def _by_token(self, node: fx.Node) -> fx.Node:
+        """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""
+        wide, shape = node, self._token_shape
+        while op_name(wide.target) in VIEWS and shape_of(wide) != shape:
+            wide = wide.args[0]
+        return wide if shape_of(wide) == shape else node
+
+    @property
+    def _token_shape(self) -> tuple[Any, ...]:
+        *lead, k = shape_of(self.ids)
+        return (math.prod(lead), k)
 
     # the new nodes
 
@@ -359,16 +372,17 @@ class _Block:
         if escaping:
             raise Unfit(f"{escaping[0].name} reads what experts have not finished")
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
-        first = min(inner, key=order.__getitem__)
         source = next(s for kind, s in leaves.values() if kind == "rows")
         scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
         late = max([source, self.ids, *scalars], key=order.__getitem__)
         with self._after(late):
             made = self._dispatch(source, scalars)
+        early = [n for n in inner if order[n] < order[late]]
+        for node in sorted(early, key=order.__getitem__, reverse=True):
+            made["plan"].append(node)
         for node in sorted(own, key=order.__getitem__):
             with self._before(node):
                 self._moved(node, leaves.get(node), made, scalars)
-        del first
         tokens = sums.meta["val"]
         with self._before(sums):
             plan = made["plan"]
@@ -383,12 +397,9 @@ class _Block:
         if len(shape_of(ids)) > 2:
             ids = self._call(aten.reshape.default, ids, [-1, self._k])
         for scalar in scalars:
-            wide = scalar
-            while op_name(wide.target) in VIEWS and shape_of(wide) != shape_of(ids):
-                wide = wide.args[0]
-            if shape_of(wide) != shape_of(ids):
-                wide = self._call(aten.reshape.default, scalar, [-1, self._k])
-            given.append(wide)
+            if len(shape_of(scalar)) < 2:
+                scalar = self._call(aten.reshape.default, scalar, [-1, self._k])
+            given.append(scalar)
         x = source.meta["val"]
         rows = x.new_empty([ids.meta["val"].shape[0] * self._k, x.shape[1]])
         values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
