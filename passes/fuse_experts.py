@@ -430,11 +430,10 @@ class _Block:
                 new = self._call(expert_rows, source, made["ends"], made["plan"], value=value)
                 node.replace_all_uses_with(new)
         elif op_name(node.target) in GROUPED:
-            args = list(node.args)
-            if len(args) > 2:
-                node.update_arg(2, made["ends"])
-            else:
-                node.update_kwarg("offs", made["ends"])
+            x, weight = node.args[:2]
+            value = node.meta["val"]
+            new = self._call(grouped_product, x, weight, made["ends"], value=value)
+            node.replace_all_uses_with(new)
         elif op_name(node.target) in ("bmm", "matmul") and (at := _chosen(node)) is not None:
             self._grouped(node, at, made)
 

@@ -225,15 +225,21 @@ class _ExpertRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (counts,) = ctx.saved_tensors
-        flat = grad.reshape(len(grad), -1)
-        summed = torch.segment_reduce(flat, "sum", lengths=counts, axis=0, unsafe=True)
-        return summed.view(len(counts), *grad.shape[1:]), None, None
+        summed = torch.segment_reduce(
+            grad.contiguous(), "sum", lengths=counts, axis=0, unsafe=True
+        )
+        return summed, None, None
+
+
+#: Widths that torch's kernel of products by groups takes are multiples of so many numbers.
+ALIGNED = 8
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``x[n, k]`` by groups of rows, which end at ``offsets[e]``, times ``weight[e, k, m]``:
     ``[n, m]``."""
-    if x.is_cuda and x.dtype is torch.bfloat16:
+    aligned = all(size % ALIGNED == 0 and size for size in weight.shape[1:])
+    if x.is_cuda and x.dtype is torch.bfloat16 and aligned and len(x) and len(weight):
         return torch._grouped_mm(x, weight, offs=offsets)
     return _GroupedProduct.apply(x, weight, offsets)
 
@@ -265,5 +271,5 @@ def _spans(offsets: torch.Tensor) -> list[tuple[int, int, int]]:
     if isinstance(offsets, FakeTensor) or offsets.is_meta:
         return []
     ends = offsets.tolist()
-    starts = [0, *ends[:-1]]
-    return [(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < b]
+    spans = zip([0, *ends], ends, strict=False)
+    return [(i, start, stop) for i, (start, stop) in enumerate(spans) if start < stop]
