@@ -1,7 +1,7 @@
-"""The ops that a mixture of experts consists of, as they stand in the graph before it is partitioned.
+"""The ops that bring tokens to experts and back, as they stand in a graph that is not partitioned.
 
-`passes.fuse_experts` puts them in; `autoshard.rules.experts` states their axes and writes what takes
-their place on a rank, which is in `autoshard.runtime.experts`.
+`passes.fuse_experts` puts them in; `autoshard.rules.experts` states their axes and writes what
+takes their place on a rank, which is in `autoshard.runtime.experts`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
-OPS = ("dispatch", "combine", "expert_rows", "grouped_product")
 
 
 def dispatch(

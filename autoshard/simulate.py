@@ -18,11 +18,11 @@ from autoshard import collectives
 from autoshard.attention import Attention
 from autoshard.collectives import KINDS, PRIMITIVES, Link, windows
 from autoshard.emit import LINKED
+from autoshard.layout import piece_bounds
 from autoshard.mesh import SubMesh
 from autoshard.outline import Run, runs
 from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, sections, zero
-from autoshard.layout import piece_bounds
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.experts import to_experts, to_tokens
 

@@ -34,18 +34,14 @@ class ExpertParallel(Pass):
             takes = over if len(experts) == 1 and not experts[0].opaque else ()
             if takes and id(experts[0]) not in cut:
                 reason = "each rank has some experts; tokens go to them and back"
-                program.assignments.append(
-                    Assignment(experts[0], takes, 200, self.name, reason)
-                )
+                program.assignments.append(Assignment(experts[0], takes, 200, self.name, reason))
                 cut[id(experts[0])] = module_path(node)
             tokens = {id(a) for a in atoms(typing.out[-1][0])}
             inner = inner_axes(program.typings, node)
             taken = {m for a in program.assignments if id(a.axis) in inner for m in a.mesh_axes}
             names = {m.partition(".")[0] for m in taken}
             where = {m: a for a in program.assignments if id(a.axis) in tokens for m in a.mesh_axes}
-            follows = [
-                m for m in where if m not in takes and m.partition(".")[0] not in names
-            ]
+            follows = [m for m in where if m not in takes and m.partition(".")[0] not in names]
             for m in follows:
                 program.assignments.append(
                     Assignment(

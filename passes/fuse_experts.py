@@ -7,7 +7,8 @@ is seen by running the part of the graph that computes them. Recognised are prod
 sorted rows, and products of every row with its own expert's weights. What has another structure is
 left as it is, and said why in ``program.unfused``.
 
-    before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends); y[inverse].view(t, k, d).sum(1)
+    before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
+             y[inverse].view(t, k, d).sum(1)
     after:   rows, ends, plan = dispatch(x, e); y = grouped_mm(rows, w, ends); combine(y, plan)
 """
 
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import math
 import operator
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from autoshard import experts
 from autoshard.chain import Pass
 from autoshard.infer import expression
 from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
-from autoshard.program import Program, module_path, shallow
+from autoshard.program import Program, module_path, shallow, tensor_results
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
@@ -60,7 +61,7 @@ class FuseExperts(Pass):
             return program
         program.unfused = []
         for node in list(program.graph.nodes):
-            if node.op == "call_function" and is_routed(node):
+            if node.op == "call_function" and node.users and is_routed(node):
                 try:
                     _Block(program, node).fuse()
                 except Unfit as error:
@@ -126,6 +127,7 @@ class _Block:
     count: int = 0  # of experts
     roles: dict[fx.Node, str] = field(default_factory=dict)
     rows: Any = None  # how many: t k
+    k: int = 0  # experts of a token
 
     def fuse(self) -> None:
         self._find_routing()
@@ -139,13 +141,10 @@ class _Block:
         """The experts of every token, and what is computed from them."""
         if op_name(self.at.target) in GROUPED:
             weight, of = self.at.args[1], argument(self.at, 2, "offs")
-            self.count = weight.meta["val"].shape[0]
-            self.rows = shape_of(self.at)[0]
         else:
             where = _chosen(self.at)
             weight, of = _lookup(_unturned(self.at.args[where]))  # type: ignore[misc, index]
-            self.count = weight.meta["val"].shape[0]
-            self.rows = shape_of(self.at)[0]
+        self.count, self.rows = weight.meta["val"].shape[0], shape_of(self.at)[0]
         if not isinstance(of, fx.Node) or not isinstance(self.count, int):
             raise Unfit("experts of a number that is not known")
         flat = self._flat_ids(of)
@@ -170,14 +169,10 @@ class _Block:
 
     def _classify(self) -> None:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
-        sizes = dict.fromkeys(self.program.hints, TOKENS)
-        for n, symbol in enumerate(self.program.hints):
-            sizes[symbol] = TOKENS + 2 * n
+        sizes = {symbol: TOKENS + 2 * n for n, symbol in enumerate(self.program.hints)}
         shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
         generator = torch.Generator().manual_seed(0)
-        env: dict[fx.Node, Any] = {
-            self.ids: torch.randint(self.count, shape, generator=generator)
-        }
+        env: dict[fx.Node, Any] = {self.ids: torch.randint(self.count, shape, generator=generator)}
         stack, seen = list(self.ids.users), set[fx.Node]()
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         while stack:
@@ -197,15 +192,14 @@ class _Block:
                 if known is None:
                     continue
                 env |= known
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             try:
                 env[node] = node.target(*args, **kwargs)
             except Exception:  # an op that does not run alone is no part of a routing
                 continue
             stack.extend(node.users)
-        flat, k = env[self.ids].reshape(-1), shape[-1]
-        self._k = k
-        self._name_roles(env, flat, k)
+        self.k = shape[-1]
+        self._name_roles(env, env[self.ids].reshape(-1), self.k)
 
     def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
         n = len(flat)
@@ -233,23 +227,21 @@ class _Block:
             }
         for node, value in found.items():
             for role in ("order", "token", "slot", "inverse", *known):
-                if role in known and value.shape == known[role].shape:
-                    if torch.equal(value.double(), known[role].double()):
-                        self.roles.setdefault(node, role)
+                same = role in known and value.shape == known[role].shape
+                if same and torch.equal(value.double(), known[role].double()):
+                    self.roles.setdefault(node, role)
 
     # where experts end
 
-    def _find_end(self) -> tuple[fx.Node, bool]:
+    def _find_end(self) -> tuple[fx.Node, fx.Node]:
         """The rows as the experts leave them, and the node that adds up those of a token."""
-        node, inverse = self.at, False
         seen: set[fx.Node] = set()
         stack = [self.at]
         while stack:
             node = stack.pop()
             for user in node.users:
-                if user in seen or not is_tensor(user) and user.target is not operator.getitem:
-                    if user in seen or not isinstance(user.meta.get("val"), (list, tuple)):
-                        continue
+                if user in seen or not tensor_results(user):
+                    continue
                 seen.add(user)
                 sums = self._sums(node, user)
                 if sums is not None:
@@ -276,8 +268,8 @@ class _Block:
             user, node = following[0], user
         elif self.sorted_rows:
             return None
-        if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self._k, shape[1]):
-            if self._k == 1:  # a token has one row
+        if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self.k, shape[1]):
+            if self.k == 1:  # a token has one row
                 return rows, node
             return None
         summed = [u for u in user.users if is_tensor(u)]
@@ -341,9 +333,9 @@ class _Block:
                 return "table", source
             if role == "inverse":
                 raise Unfit("rows that change their order twice")
-        if kind == "repeat_interleave" and node.args[1] == self._k:
-            if argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
-                return "rows", node.args[0]
+        repeats = kind == "repeat_interleave" and node.args[1] == self.k
+        if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
+            return "rows", node.args[0]
         if kind in VIEWS and shape_of(node) == (self.rows,) and not self.sorted_rows:
             if self._has_rows(node.args[0]):
                 return None
@@ -382,7 +374,7 @@ class _Block:
             made["plan"].append(node)
         for node in sorted(own, key=order.__getitem__):
             with self._before(node):
-                self._moved(node, leaves.get(node), made, scalars)
+                self._moved(node, leaves.get(node), made)
         tokens = sums.meta["val"]
         with self._before(sums):
             plan = made["plan"]
@@ -395,13 +387,13 @@ class _Block:
     def _dispatch(self, source: fx.Node, scalars: list[fx.Node]) -> dict[Any, fx.Node]:
         ids, given = self.ids, []
         if len(shape_of(ids)) > 2:
-            ids = self._call(aten.reshape.default, ids, [-1, self._k])
+            ids = self._call(aten.reshape.default, ids, [-1, self.k])
         for scalar in scalars:
             if len(shape_of(scalar)) < 2:
-                scalar = self._call(aten.reshape.default, scalar, [-1, self._k])
+                scalar = self._call(aten.reshape.default, scalar, [-1, self.k])
             given.append(scalar)
         x = source.meta["val"]
-        rows = x.new_empty([ids.meta["val"].shape[0] * self._k, x.shape[1]])
+        rows = x.new_empty([ids.meta["val"].shape[0] * self.k, x.shape[1]])
         values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
         ends = x.new_empty([self.count], dtype=torch.int32)
         whole = self._call(
@@ -414,17 +406,16 @@ class _Block:
         made: dict[Any, fx.Node] = dict(zip(scalars, parts[1:-1], strict=True))
         return made | {"rows": parts[0], "ends": parts[-1], "plan": plan}
 
-    def _moved(
-        self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node], scalars: list[fx.Node]
-    ) -> None:
+    def _moved(self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node]) -> None:
         """Put a node's counterpart on rows sorted by expert in its place."""
         if leaf is not None:
             kind, source = leaf
             if kind == "rows":
                 node.replace_all_uses_with(made["rows"])
             elif kind == "scalar":
-                new, users = made[source], [u for u in node.users if u.target is not experts.dispatch]
-                node.replace_all_uses_with(new, delete_user_cb=lambda u: u in users)
+                node.replace_all_uses_with(
+                    made[source], delete_user_cb=lambda u: u.target is not experts.dispatch
+                )
             else:
                 value = node.meta["val"]
                 new = self._call(expert_rows, source, made["ends"], made["plan"], value=value)
@@ -446,10 +437,9 @@ class _Block:
         row = self._call(aten.squeeze.dim, other, 2 if at == 0 else 1)
         if row.meta["val"].ndim != 2:
             raise Unfit("several vectors of a row")
-        product = self._call(
-            grouped_product, row, weight, made["ends"],
-            value=row.meta["val"].new_empty([row.meta["val"].shape[0], weight.meta["val"].shape[2]]),
-        )  # fmt: skip
+        x, w = row.meta["val"], weight.meta["val"]
+        value = x.new_empty([x.shape[0], w.shape[2]])
+        product = self._call(grouped_product, row, weight, made["ends"], value=value)
         new = self._call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
         node.replace_all_uses_with(new)
 

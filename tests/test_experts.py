@@ -8,7 +8,6 @@ from pathlib import Path
 import expert_jobs as jobs
 import gloo
 import pytest
-import torch
 from expert_jobs import CASES
 
 SIZES = {"dp": 4}

@@ -117,8 +117,8 @@ def of_experts(x: Dims, weight: Dims, offsets: Dims) -> bool:
 
 
 def grouped_mm(t: Typer, node: fx.Node) -> Typing:
-    """x[tokens, k], weight[experts, k, n], offsets[experts] -> [tokens, n]; the tokens are rows that
-    a dispatch has sorted, or must be whole"""
+    """x[tokens, k], weight[experts, k, n], offsets[experts] -> [tokens, n]; unless a dispatch has
+    sorted them, tokens must be whole"""
     x, weight = t.dims(node.args[0]), t.dims(node.args[1])
     offsets = argument(node, 2, "offs")
     unify(x[-1], weight[-2])

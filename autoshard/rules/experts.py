@@ -16,9 +16,10 @@ from torch import fx
 from autoshard.axes import Axis, atoms, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.experts import body, plan_of
-from autoshard.layout import R
+from autoshard.layout import P, R
 from autoshard.program import module_path
-from autoshard.rules.core import Dims, Typer, Typing, fresh, size_of, unify
+from autoshard.rules.contraction import op_is
+from autoshard.rules.core import Dim, Dims, Typer, Typing, fresh, size_of, unify
 from autoshard.runtime.experts import to_experts, to_tokens
 
 #: The role of the axis that stands for the tokens of one expert, and of the experts themselves.
@@ -50,7 +51,7 @@ def ragged_of(typing: Typing) -> Axis:
     return leaves(typing.out[0][0])[-1]
 
 
-def experts_of(typing: Typing) -> Dims:
+def experts_of(typing: Typing) -> Dim:
     """The axes of the experts, of what a dispatch states: one, unless it was taken apart."""
     return leaves(typing.out[-2][0])
 
@@ -75,10 +76,11 @@ def _dispatch_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
     ragged, tokens = ragged_of(typing), {id(a) for a in atoms(typing.out[-1][0])}
     inner = inner_axes(p.typings, node)
     for m, mode in modes.items():
-        cuts_tokens = isinstance(mode, Axis) and id(mode) in tokens
-        if cuts_tokens and not _landing(p, m, ragged, typing):
-            modes[m] = R
-        elif not isinstance(mode, Axis) and inner & set(p.assigned[m]):
+        if not isinstance(mode, Axis):
+            whole = bool(inner & set(p.assigned[m]))
+        else:
+            whole = id(mode) in tokens and _landing(p, m, ragged, typing) is None
+        if whole:
             modes[m] = R
 
 
@@ -121,9 +123,7 @@ def _dispatch(local: Any) -> Any:
 def combine(t: Typer, node: fx.Node) -> Typing:
     """rows[experts·ragged, e], plan -> [t, e]"""
     rows, (tokens, _) = t.dims(node.args[0]), t.dims(plan_of(node))[-1]
-    return Typing(
-        (tokens, *rows[1:]), linear="first", localize=_combine, decide=_combine_modes
-    )
+    return Typing((tokens, *rows[1:]), linear="first", localize=_combine, decide=_combine_modes)
 
 
 def _combine_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
@@ -141,8 +141,8 @@ def _combine(local: Any) -> Any:
     made = local.emit(to_tokens, rows, over, local.mapped(node.args[1]))
     if over:
         value = local.read[node.args[0]]
-        k = p.typings[source].out[-1][1]
-        local.note_rows("to_tokens", made, value, over, [(*local.out_dims(), k)])
+        sizes = [(*p.typings[source].out[-1], *local.out_dims()[1:])]
+        local.note_rows("to_tokens", made, value, over, sizes)
     return made
 
 
@@ -150,8 +150,33 @@ def rows_of_experts(t: Typer, node: fx.Node) -> Typing:
     """table[experts, ...], offsets[experts] -> [experts·ragged, ...]"""
     table, offsets = t.dims(node.args[0]), t.dims(node.args[1])
     unify(table[0], offsets[0])
-    rows = t.dims(plan_of(node))[0][0]
-    return Typing((rows, *table[1:]), fresh=[rows], as_is=(node.args[1],))
+    rows: Dim = t.dims(plan_of(node))[0][0]  # type: ignore[assignment]
+    return Typing(
+        (rows, *table[1:]),
+        fresh=[rows],
+        as_is=(node.args[1],),
+        localize=_rows_of_experts,
+        decide=_rows_of_experts_modes,
+    )
+
+
+def _rows_of_experts_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
+    """What is added to summands is one itself: the rows that one rank has, zeros on the others."""
+    users = [u for u in node.users if op_is(u, "add") and len(node.users) == 1]
+    others = [n for u in users for n in u.all_input_nodes if n is not node]
+    summed = [a for n in others if n in p.typings for d in p.typings[n].summed for a in atoms(d)]
+    for m in modes:
+        if m not in p.batch_axes and {id(a) for a in summed} & set(p.assigned[m]):
+            modes[m] = P
+
+
+def _rows_of_experts(local: Any) -> Any:
+    table, over = local.node.args[0], [m for m, mode in local.modes.items() if mode == P]
+    made = local.held(table, dict.fromkeys(over, R))
+    if over:
+        made = local.convert_raw("once", made, tuple(over), local.read[table].dims)
+    rest = (local.mapped(a) for a in local.node.args[1:])
+    return local.emit(local.node.target, made, *rest)
 
 
 RULES: list[Any] = [

@@ -79,9 +79,7 @@ def planned(index: torch.Tensor, link: Any, experts: int) -> tuple[Plan, torch.T
     ids = torch.arange(mine, device=slots.device).repeat(link.size)
     ids = torch.repeat_interleave(ids, got.reshape(-1), output_size=total)
     sorting = torch.sort(ids, stable=True).indices
-    plan = Plan(
-        k, total, order, back, link, tuple(sent), tuple(came), sorting, _inverse(sorting)
-    )
+    plan = Plan(k, total, order, back, link, tuple(sent), tuple(came), sorting, _inverse(sorting))
     return plan, got.sum(0).cumsum(0, dtype=torch.int32)
 
 
@@ -225,9 +223,7 @@ class _ExpertRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (counts,) = ctx.saved_tensors
-        summed = torch.segment_reduce(
-            grad.contiguous(), "sum", lengths=counts, axis=0, unsafe=True
-        )
+        summed = torch.segment_reduce(grad.contiguous(), "sum", lengths=counts, axis=0, unsafe=True)
         return summed, None, None
 
 
