@@ -303,9 +303,15 @@ class _Block:
             if op_name(node.target) in GROUPED:
                 stack.append(node.args[0])
             elif op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None:
-                stack.append(node.args[1 - _chosen(node)])  # type: ignore[operator]
+                at = _chosen(node)
+                other = node.args[1 - at]  # type: ignore[operator]
+                if len(shape_of(other)) != 3 or shape_of(other)[2 if at == 0 else 1] != 1:
+                    raise Unfit("several vectors of a row")
+                stack.append(other)
             else:
                 stack += [n for n in node.all_input_nodes if self._has_rows(n)]
+                if self._has_rows(node) and not any(map(self._has_rows, node.all_input_nodes)):
+                    raise Unfit(f"{node.name}, whose rows are none of tokens")
         kinds = [kind for kind, _ in leaves.values()]
         if "rows" not in kinds:
             raise Unfit("rows that are not made of tokens")
@@ -333,12 +339,18 @@ class _Block:
                 return "table", source
             if role == "inverse":
                 raise Unfit("rows that change their order twice")
+        if kind == "index" and looked is None and shape_of(node.args[0]) == self._token_shape:
+            if [self.roles.get(i) for i in node.args[1]] in (
+                ["token", "slot"],
+                ["repeated", "place"],
+            ):
+                return "scalar", node.args[0]
         repeats = kind == "repeat_interleave" and node.args[1] == self.k
         if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
             return "rows", node.args[0]
-        if kind in VIEWS and shape_of(node) == (self.rows,) and not self.sorted_rows:
-            if self._has_rows(node.args[0]):
-                return None
+        shape = shape_of(node)
+        column = shape[:1] == (self.rows,) and set(shape[1:]) <= {1}
+        if kind in VIEWS and column and not self._has_rows(node.args[0]) and not self.sorted_rows:
             return "scalar", self._by_token(node)
         return None
 
@@ -389,7 +401,7 @@ class _Block:
         if len(shape_of(ids)) > 2:
             ids = self._call(aten.reshape.default, ids, [-1, self.k])
         for scalar in scalars:
-            if len(shape_of(scalar)) < 2:
+            if shape_of(scalar) != shape_of(ids):
                 scalar = self._call(aten.reshape.default, scalar, [-1, self.k])
             given.append(scalar)
         x = source.meta["val"]
@@ -413,8 +425,11 @@ class _Block:
             if kind == "rows":
                 node.replace_all_uses_with(made["rows"])
             elif kind == "scalar":
+                new = made[source]
+                for _ in shape_of(node)[1:]:
+                    new = self._call(aten.unsqueeze.default, new, -1)
                 node.replace_all_uses_with(
-                    made[source], delete_user_cb=lambda u: u.target is not experts.dispatch
+                    new, delete_user_cb=lambda u: u.target is not experts.dispatch
                 )
             else:
                 value = node.meta["val"]
@@ -435,8 +450,6 @@ class _Block:
         if at == 0:  # w[o, i] x[i, 1]
             weight = self._call(aten.transpose.int, weight, 1, 2)
         row = self._call(aten.squeeze.dim, other, 2 if at == 0 else 1)
-        if row.meta["val"].ndim != 2:
-            raise Unfit("several vectors of a row")
         x, w = row.meta["val"], weight.meta["val"]
         value = x.new_empty([x.shape[0], w.shape[2]])
         product = self._call(grouped_product, row, weight, made["ends"], value=value)
