@@ -61,10 +61,10 @@ def autoshard(
     context_parallel: how, on a mesh with cp, queries meet the keys of other ranks: "ring" (keys and
     values travel round), "ulysses" (heads are cut in place of tokens), "allgather". Every rank of
     cp is given the whole sequences.
-    zero: 0 to 3; over the data axes, 1 shares out optimizer states, 2 gradients too, 3 parameters
-    too, gathered a block at a time. ``parameters()`` are then pieces of dim 0. zero_axes: the data
-    axes to do so over (all, when None). reshard_after_forward: stage 3 frees weights between
-    forward and backward.
+    zero: 0 to 3; over the data axes and cp, 1 shares out optimizer states, 2 gradients too, 3
+    parameters too, gathered a block at a time. ``parameters()`` are then pieces of dim 0.
+    zero_axes: those of these axes to do so over (all, when None). reshard_after_forward: stage 3
+    frees weights between forward and backward.
     offload: parameters, gradients and optimizer states are in host memory.
     param_dtype: the type of weights, of what is computed from them, and of floating inputs; the
     parameters themselves keep theirs. reduce_dtype: that of gradients on their way (default: the
@@ -73,7 +73,7 @@ def autoshard(
     computes the rest again; "none" keeps all.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.
     strict: raise ShardingError where an axis does not divide.
-    passes: a chain of your own in place of `passes.chain`.
+    passes: a chain of your own in place of that of `passes.chain`, which then takes the options.
     A model on the meta device is initialised on a live mesh shard by shard; the first step raises
     ShardingError by name for what the model itself does not initialise and nothing has loaded.
     After the call on a live mesh nothing here keeps the model's values: ``del model`` frees them.
@@ -187,11 +187,23 @@ class Source:
             self.caller, self.model = weakref.ref(self.model), skeleton(self.model)
 
     def _chain(self) -> list[Pass]:
-        if self.passes is not None:
-            return self.passes
         from passes import chain
 
-        return chain(**self.options)
+        if self.passes is None:
+            return chain(**self.options)
+        usual = inspect.signature(chain).parameters
+        asked = [f"{k}={v!r}" for k, v in self.options.items() if v != usual[k].default]
+        if asked:
+            raise ShardingError(
+                message(
+                    "autoshard",
+                    f"options {', '.join(asked)}",
+                    f"passes={'; '.join(map(str, self.passes))}"[:500],
+                    "a chain of passes of your own has its options in it",
+                    f"give them to the chain: passes.chain({', '.join(asked)})",
+                )
+            )
+        return self.passes
 
 
 def _refuse_constants(program: Program, model: nn.Module, parameters: dict[str, Any]) -> None:
@@ -326,6 +338,6 @@ def _refuse_what_is_not_built(spec: MeshSpec, options: dict[str, Any]) -> None:
                 ", ".join([*(f"mesh axis {a}" for a in axes), *(f"option {o}" for o in asked)]),
                 f"mesh {spec}",
                 "there is no pass for it yet",
-                "use the mesh axes dp, cp and tp, and leave these options out",
+                "use the mesh axes dp, cp, ep and tp, and leave these options out",
             )
         )

@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-#: How keys and values of other ranks reach a query: round a ring, or gathered before.
-TRANSPORTS = ("ring", "allgather")
-
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -27,7 +24,8 @@ class Attention:
     sinks: whether there is one more score a head, that no value belongs to.
     dropout: probability, of the softmax's results. dtype: what the softmax is computed in, None for
     the products' own (float32 at least).
-    transport: where tokens are cut, how keys come to a query: one of `TRANSPORTS`.
+    transport: where tokens are cut, how keys of other ranks come to a query: round a "ring", or by
+    an "allgather" before.
     """
 
     scale: float

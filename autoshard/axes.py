@@ -76,6 +76,13 @@ def atoms(dim: Dim) -> Iterator[Axis]:
                 yield from atoms(part)
 
 
+def repeated(dim: Dim) -> Dim:
+    """The axes that are two factors of one product: a slice of each is no slice of the whole."""
+    found = leaves(dim)
+    out = tuple(a for a in found if found.count(a) > 1)
+    return out + tuple(a for axis in found for part in axis.parts or () for a in repeated(part))
+
+
 def size_of(dim: Dim) -> Size:
     return math.prod((root(a).size for a in dim), start=1)
 

@@ -20,9 +20,9 @@ from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
 
-TABLES = ("axes", "params", "graph", "collectives", "passes", "memory")
+TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention")
 #: What ``inspect`` prints when no table is named: all but the longest.
-DEFAULT_TABLES = ("axes", "params", "collectives", "memory", "passes")
+DEFAULT_TABLES = ("axes", "params", "attention", "collectives", "memory", "passes")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
 
 EPILOG = """\
@@ -67,6 +67,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         mesh,
         example_inputs=example_inputs,
         sequence_parallel=arguments.sequence_parallel,
+        context_parallel=arguments.context_parallel,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -90,6 +91,7 @@ def prove(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
+        context_parallel=arguments.context_parallel,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -295,7 +297,13 @@ def _add_model(command: Any) -> None:
         help="do not cut the sequence over tp",
     )
     command.add_argument(
-        "--zero", type=int, default=1, choices=range(4), help="the stage, over the data axes"
+        "--context-parallel",
+        default="ring",
+        choices=("ring", "ulysses", "allgather"),
+        help="how attention reads the tokens of other ranks, on a mesh with cp",
+    )
+    command.add_argument(
+        "--zero", type=int, default=1, choices=range(4), help="the stage, over dp, ep and cp"
     )
     command.add_argument(
         "--recompute",

@@ -4,8 +4,9 @@ Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names t
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
 cut and ``size`` its whole size (where they matter; of an all-to-all, both of the dimension that
 becomes whole and of the one that is cut; of a halo, (dim, before, after) and the sizes of what is
-read and of what reads). Pieces are those of ``torch.chunk``: the last
-may be short, and is padded on the wire only. `TABLE` says which conversions there are.
+read and of what reads). Pieces are those of ``torch.chunk``, or two runs each
+in zigzag order (`layout.pieces`): the last may be short or empty, and are padded on the wire only.
+`TABLE` says which conversions there are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from autoshard.layout import pieces
@@ -138,6 +140,23 @@ def _shared(link: Link, owner: int, reader: int, reach: Reach, sizes: Pair) -> l
     return found
 
 
+def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any, Any]) -> Any:
+    """No rank sends more rows than so many for a halo, nor back; numbers, or closed forms of them.
+
+    ``reach``: how far before and after an element is read; ``sizes``: of what is read and of what
+    reads. All others together read as many rows of a run as one run reads of all others. Where the
+    sizes differ, runs of the same place do not start together, and read so much further.
+    """
+    runs = 2 * ranks if zigzag else ranks
+    longer = sizes[0] - sizes[1]
+    apart = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(longer))
+    late = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(-longer))
+    ahead = sympy.Max(0, reach[0] + sympy.Max(0, apart))
+    behind = sympy.Max(0, reach[1] + sympy.Max(0, late))
+    most = (2 if zigzag else 1) * (ahead + behind)
+    return int(most) if most.is_Integer else most
+
+
 def _rows(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
     return torch.cat([x[:0], *(x.narrow(0, at, length) for at, length in spans)])
 
@@ -191,7 +210,8 @@ def runwise(
     result."""
     runs = [b - a + reach for a, b in link.pieces(size) if a < b]
     if not runs:  # this rank holds nothing: what comes out of a run is all beyond its length
-        run = x.new_zeros(*x.shape[:dim], reach + 1, *x.shape[dim + 1 :])
+        # made of x all the same: the backward of what x came from takes part in a collective
+        run = torch.cat([x, x.new_zeros(*x.shape[:dim], reach + 1, *x.shape[dim + 1 :])], dim)
         return op(run, **rest).narrow(dim, 0, 0)
     return torch.cat([op(run, **rest) for run in x.split(runs, dim)], dim)
 
@@ -342,8 +362,18 @@ def local_size(size: int, link: Any) -> int:
     return int(link.length(size))
 
 
+def local_places(index: torch.Tensor, link: Any, size: int) -> torch.Tensor:
+    """Where each position of ``size`` is in this rank's piece; -1 where it is not."""
+    places, at = torch.full_like(index, -1), 0
+    for start, stop in link.pieces(size):
+        inside = (index >= start) & (index < stop)
+        places = torch.where(inside, index - start + at, places)
+        at += stop - start
+    return places
+
+
 def local_start(size: int, link: Any) -> int:
-    """Where this rank's piece of ``size`` begins."""
+    """Where this rank's piece of ``size`` begins: it is one run, not in zigzag order."""
     ((start, _),) = link.pieces(size)
     return int(start)
 

@@ -43,6 +43,7 @@ class Converter(Writer):
         self.dims: dict[fx.Node, Any] = {}
         self.read_replicated: set[tuple[str, str]] = set()
         self.invariant_reads: list[tuple[fx.Node, str, str]] = []
+        self.views: dict[Any, dict[Any, fx.Node]] = {}
 
     def wanted(self, value: Value, modes: dict[str, Any]) -> Layout:
         """The layout in which an op reads an operand."""
@@ -67,9 +68,20 @@ class Converter(Writer):
                 for m, s in target.items()
             }
         key = tuple(id(s) if isinstance(s, Axis) else s for s in target.values())
-        if key not in value.converted:
-            value.converted[key] = self._convert(value, target)
-        return value.converted[key]
+        known = self._converted(value)
+        if key not in known:
+            known[key] = self._convert(value, target)
+        return known[key]
+
+    def _converted(self, value: Value) -> dict[Any, fx.Node]:
+        """What a value was converted to. Equal views of inputs and constants are one value: else
+        every layer would cut RoPE's tables for itself, and keep its pieces for backward."""
+        node = value.node
+        if value.derived or value.grad or not getattr(node.target, "is_view", False):
+            return value.converted
+        return self.views.setdefault(
+            (node.target, str(node.args), str(node.kwargs)), value.converted
+        )
 
     def _read_parameter(self, value: Value, target: Layout) -> fx.Node:
         """A parameter read by cut work is R (its gradient is reduced once, later); read by

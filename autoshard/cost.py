@@ -33,27 +33,38 @@ WIRE = {
 def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
     """Bytes a rank sends in a ring collective over ``ranks`` on a tensor of ``whole_bytes`` in all:
     all_reduce 2 (n-1)/n of it, all_gather, reduce_scatter and all_to_all (n-1)/n (Thakur et al.
-    2005; Patarasuk and Yuan 2009). So does what travels round a ring, and back with its gradients
-    twice that. A halo is counted as what is sent."""
+    2005; Patarasuk and Yuan 2009). So do blocks that travel round a ring. A halo is counted as what
+    is sent."""
     if not kind:
         return 0
     if kind == "halo":
         return whole_bytes
-    times = (2 if kind in ("all_reduce", "ring_back") else 1) * (ranks - 1)
+    times = (2 if kind == "all_reduce" else 1) * (ranks - 1)
     if isinstance(whole_bytes, int) or whole_bytes.is_Integer:
         return -(-times * int(whole_bytes) // ranks)  # no part of a byte travels
     return sympy.Rational(times, ranks) * whole_bytes
 
 
+#: Bytes of the smallest type that sums of gradients are kept in, on their way round a ring.
+SUMMED = 4
+
+
 def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
-    """Bytes a rank sends forward and backward, as closed forms in batch and sequence."""
+    """Bytes a rank sends forward and backward, as closed forms in batch and sequence. Exact where
+    the pieces are equal; where they are not, short ones are padded on the wire to the longest. Of a
+    halo it is the most that any rank sends (`collectives.most_rows`).
+
+    What travels round a ring does so once more in backward, and with it the sums of its gradients,
+    which are float32 for keys of a half type.
+    """
     ranks = mesh.size(conversion.axes)
     gathers = WIRE[conversion.kind][0] in ("all_gather", "ring")
-    whole = conversion.numel * conversion.itemsize * (ranks if gathers else 1)
+    numel, size = conversion.numel * (ranks if gathers else 1), conversion.itemsize
     forward, backward = WIRE[conversion.kind]
+    back = size + max(size, SUMMED) if backward == "ring_back" else size
     return (
-        wire_bytes(forward, whole, ranks),
-        wire_bytes(backward, whole, ranks) if conversion.backward else 0,
+        wire_bytes(forward, numel * size, ranks),
+        wire_bytes(backward, numel * back, ranks) if conversion.backward else 0,
     )
 
 

@@ -32,6 +32,7 @@ LINKED = {
     *collectives.CONVERSIONS,
     collectives.all_reduce_max,
     collectives.runwise,
+    collectives.local_places,
     ring_attention,
     gathered_attention,
     to_experts,
@@ -42,7 +43,13 @@ LINKED = {
 }
 
 #: Of those, what sends nothing.
-SILENT = {rng.draw, collectives.runwise, gathered_attention, *collectives.LOCAL}
+SILENT = {
+    rng.draw,
+    collectives.runwise,
+    collectives.local_places,
+    gathered_attention,
+    *collectives.LOCAL,
+}
 
 #: At which argument some name what they need.
 NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {ring_attention: 6, gathered_attention: 6}

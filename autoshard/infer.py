@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autoshard.axes import Axis, atoms, leaves, same_size, size_of, unify
+from autoshard.axes import Axis, atoms, leaves, make_opaque, repeated, same_size, size_of, unify
 from autoshard.errors import ShardingError, message
 from autoshard.program import Program, module_path, tensor_results
 from autoshard.rules import Typer, Typing, op_name, rule_for
@@ -42,6 +42,8 @@ def infer_axes(program: Program) -> dict[fx.Node, Typing]:
             typing = _type(program, typer, node)
             dims[node] = typing.out
             typings[node] = typing
+    for dim in (d for each in dims.values() for d in _all_dims(each)):
+        make_opaque(repeated(dim))
     _roles(program)
     _names(program, typings)
     return typings

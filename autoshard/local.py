@@ -80,10 +80,10 @@ class Local:
         cut = tuple(m for m, mode in self.modes.items() if isinstance(mode, Axis))
         return self.emit(rng.draw, rng.number, cut)
 
-    def note_ring(self, node: fx.Node, sent: tuple[fx.Node, ...]) -> None:
+    def note_ring(self, node: fx.Node, sent: tuple[fx.Node, ...], here: Layout) -> None:
         """Put keys and values that travel round a ring into the tables."""
         values = [self.read[n] for n in sent]
-        layout = self.p.wanted(values[0], self.modes)
+        layout = self.p.wanted(values[0], self.modes) | here
         sizes = [[self.p.local_expression(d, layout) for d in v.dims] for v in values]
         numel = sum(math.prod(each, start=1) for each in sizes)
         self.p.note("ring_attention", node, values[0], node.args[1], numel)
@@ -220,9 +220,10 @@ class Local:
         value, (out,) = self.read[self.node.args[0]], leaves(window.out)
         reach = window.before, window.after
         before, after = (self.p.size_node(sympy.sympify(n)) for n in reach)
-        sizes = tuple(self.p.size_node(size_of(d)) for d in (window.source, window.out))
-        known = [abs(n) for n in reach if isinstance(n, int)]
-        sent = axis_dim(max(known, default=1) * (2 if self.p.mesh.zigzag((over,)) else 1))
+        whole = size_of(window.source), size_of(window.out)
+        sizes = tuple(self.p.size_node(size) for size in whole)
+        ranks, zigzag = self.p.mesh.size(over), self.p.mesh.zigzag((over,))
+        sent = axis_dim(collectives.most_rows(ranks, zigzag, reach, whole))
         dims = tuple(sent if i == window.at else d for i, d in enumerate(value.dims))
         local = self.value(0)
         self.moved[over] = out
@@ -261,6 +262,21 @@ class Local:
     def own_range(self, index: fx.Node, dim: Dim, cut: tuple[str, ...]) -> tuple[fx.Node, fx.Node]:
         """(whether an index falls into this rank's piece of ``dim``, its position there or 0)"""
         whole = self.p.size_node(size_of(dim))
+        if self.p.mesh.zigzag(cut):
+            places = self.emit(collectives.local_places, index, cut, whole)
+            outside = self.emit(aten.lt.Scalar, places, 0)
+            inside = self.emit(aten.logical_not.default, outside)
+            return inside, self.emit(aten.masked_fill.Scalar, places, outside, 0)
+        if len({m.partition(".")[0] for m in cut}) > 1:
+            raise ShardingError(
+                message(
+                    f"{op_name(self.node.target)} {module_path(self.node)}",
+                    "classes or rows that are tokens",
+                    f"cut over {','.join(cut)}",
+                    "the pieces of several mesh axes lie inside each other",
+                    "pass sequence_parallel=False",
+                )
+            )
         start = self.start(dim, cut)
         length = self.p.graph.call_function(collectives.local_size, (whole, cut))
         shifted = self.emit(aten.sub.Tensor, index, start)

@@ -60,6 +60,8 @@ def draws(node: fx.Node) -> bool:
     args, kwargs = node.args, node.kwargs
     if op is rng.draw:
         op, args = args[0], args[2:]
+    if op is rng.number:
+        return True
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [a.name for a in op._schema.arguments]

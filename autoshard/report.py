@@ -16,7 +16,7 @@ import sympy
 from tabulate import tabulate, tabulate_formats
 from torch import fx
 
-from autoshard import memory
+from autoshard import attentions, memory
 from autoshard.activations import forward, predicted
 from autoshard.axes import Axis, atoms, describe
 from autoshard.collectives import TABLE
@@ -700,6 +700,49 @@ def activation_rows(program: Program) -> list[list[Any]]:
     return rows
 
 
+def attention_table(program: Program) -> Table:
+    """Attentions that are alike in one row: where, what is cut in them over which mesh axes, heads
+    of queries and keys on a rank, which keys a query reads, the order in which ranks hold tokens,
+    the bytes a rank sends per step for that (a closed form; none for the projections around it),
+    and the FLOPs of the forward's two products at the sizes captured: on the rank with the least,
+    on that with the most, and the most over the mean."""
+    sizes, names, rows = Sizes(program), Names(program), dict[Any, list[Any]]()
+    own = {s: sizes.values[w] for s, w in sizes.words.items() if w in sizes.values}
+    for call in attentions.calls(program, {**program.hints, **own}):
+        how = "; ".join(f"{kind} over {_over(over, program)}" for kind, over in call.how)
+        heads = "{} on {}".format(*call.heads) if call.heads else "-"
+        where = names.starred(module_path(call.node))[0] or "the model"
+        sent = sum(sum(conversion_bytes(c, program.mesh)) for c in call.sent)
+        key = where, how or "whole", heads, call.mask, call.tokens, len(call.flops)
+        row = rows.setdefault(key, [0, 0, [0] * len(call.flops)])
+        row[:2] = row[0] + 1, row[1] + sent
+        row[2] = [a + b for a, b in zip(row[2], call.flops, strict=True)]
+    at = sizes.captured()
+    first = f"attentions at {at}" if at else "attentions"
+    headers = [first, "count", "how", "heads", "mask", "tokens", "bytes"]
+    headers += ["FLOPs, least", "most", "most/mean"]
+    made = [
+        [where, count, how, heads, mask, _order(tokens, flops), sizes.local(sent), *_spread(flops)]
+        for (where, how, heads, mask, tokens, _), (count, sent, flops) in rows.items()
+    ]
+    numbers = ("count", "bytes", *headers[-3:])
+    return Table(headers, made, numbers, {first: 30})
+
+
+def _order(tokens: str, flops: list[int]) -> str:
+    """The order of tokens; where it leaves the ranks unequal work, which has the most."""
+    if tokens == "contiguous" and flops and flops[-1] > min(flops):
+        return f"{tokens}: the last rank reads most"
+    return tokens
+
+
+def _spread(flops: list[int]) -> list[Any]:
+    """The least of some numbers, the most, and the most over the mean."""
+    if not any(flops):
+        return ["-", "-", "-"]
+    return [min(flops), max(flops), f"{max(flops) * len(flops) / sum(flops):.2f}"]
+
+
 TABLES: dict[str, Callable[..., Table]] = {
     "axes": axes_table,
     "params": params_table,
@@ -707,4 +750,5 @@ TABLES: dict[str, Callable[..., Table]] = {
     "collectives": collectives_table,
     "passes": passes_table,
     "memory": memory_table,
+    "attention": attention_table,
 }

@@ -176,7 +176,7 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
         return 0
     if target in LOCAL:
         return target(args[0], Link.of(mesh, 0, args[1]))
-    if target is collectives.runwise:
+    if target in (collectives.runwise, collectives.local_places):
         args = (args[0], Link.of(mesh, 0, args[1]), *args[2:])
     if target is rng.draw:
         target, args = args[0], args[2:]

@@ -76,13 +76,14 @@ def _primitive(
         return _primitive("slice", links, cut, list(other), together)
     if name == "fetch":
         lengths = [size for size, _ in sizes]
-        wholes = _primitive("gather", links, dim[0], lengths, xs)
-        return [
-            torch.cat(
-                [_window(whole, dim[0], *w) for w in windows(link, link.index, dim, size)]
-            ).movedim(0, dim[0])
-            for whole, link, size in zip(wholes, links, sizes, strict=True)
-        ]
+        out = []
+        for link, size, whole in zip(
+            links, sizes, _primitive("gather", links, dim[0], lengths, xs), strict=True
+        ):
+            found = windows(link, link.index, dim, size)
+            rows = [_window(whole, dim[0], *window) for window in found]
+            out.append(torch.cat([whole.movedim(dim[0], 0)[:0], *rows]).movedim(0, dim[0]))
+        return out
     if name == "fetch_back":
         total = xs[0].new_zeros(sizes[0][0], *xs[0].movedim(dim[0], 0).shape[1:])
         for x, link, size in zip(xs, links, sizes, strict=True):
@@ -263,7 +264,7 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
             return [
                 node.target(args[0], link) for (args, _), link in zip(calls, links, strict=True)
             ]
-        if node.target is collectives.runwise:
+        if node.target in (collectives.runwise, collectives.local_places):
             return [
                 node.target(args[0], link, *args[2:], **kwargs)
                 for (args, kwargs), link in zip(calls, links, strict=True)

@@ -48,7 +48,7 @@ def chain(
     context_parallel: str = "ring",
     balance: bool = True,
     strict: bool = False,
-    zero: int = 0,
+    zero: int = 1,
     zero_axes: tuple[str, ...] | None = None,
     reshard_after_forward: bool = True,
     offload: bool = False,

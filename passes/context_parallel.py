@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from autoshard.axes import Axis, atoms, leaves
+from autoshard.attention import attend
+from autoshard.axes import Axis, Dim, atoms, leaves
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.infer import derived, sequence_axes
@@ -32,7 +33,6 @@ from autoshard.program import Assignment, Program, module_path, shallow, tensor_
 from autoshard.rules import op_name
 
 MODES = ("ring", "ulysses", "allgather")
-ATTENTIONS = ("attend", "scaled_dot_product_attention")
 #: Ops that go along a dimension, each step reading the result of the one before.
 SCANS = frozenset(
     """cumsum cumprod cummax cummin logcumsumexp lstm gru rnn_tanh rnn_relu scan associative_scan
@@ -56,7 +56,7 @@ class ContextParallel(Pass):
             return program
         self._refuse_scans(program)
         self._refuse_what_is_opaque(program)
-        heads = _heads(program, ranks) if self.mode == "ulysses" else {}
+        heads = _heads(program, ranks) if self.mode == "ulysses" else dict[fx.Node, Any]()
         inner = math.gcd(ranks, *(share for _, share in heads.values())) if heads else 1
         if self.mode == "ulysses" and inner == 1:
             self._refuse_for_heads(program, heads, ranks)
@@ -71,11 +71,11 @@ class ContextParallel(Pass):
         for axis in _tokens(program):
             if axis.opaque or axis.parts is not None:
                 continue
-            axis.role = "sequence"
+            axis.role, axis.name = "sequence", axis.name or "moved sequence"
             program.assignments.append(
                 Assignment(axis, parts, 20, self.name, f"tokens; attention by {self.mode}")
             )
-        for axis in {id(a): a for a, _ in heads.values()}.values():
+        for axis in {id(a): a for a, _ in heads.values() if a is not None}.values():
             program.assignments.append(
                 Assignment(axis, parts[-1:], 5, self.name, "in attention, in place of tokens")
             )
@@ -91,6 +91,9 @@ class ContextParallel(Pass):
             if kind in SCANS and tensor_results(node)[0].is_floating_point():
                 if any(id(a) in tokens or a.opaque for a in whole):
                     found[f"{kind} in {path}"] = "goes along it step by step"
+            elif kind == "unbind" and any(id(a) in tokens for a in whole):
+                if len(tensor_results(node)) >= LOOP:
+                    found[f"a loop in {path}"] = "reads it one by one"
             elif kind == "select" and any(id(a) in tokens for a in whole):
                 at = steps.setdefault((path, id(whole[0])), set())
                 at.add(node.args[2])
@@ -110,19 +113,21 @@ class ContextParallel(Pass):
 
     def _refuse_what_is_opaque(self, program: Program) -> None:
         found = sequence_axes(program)
-        joined = [
-            axis
-            for node in _attentions(program)
-            for axis in leaves(program.dims[node.args[0]][-2])
-            if axis.parts is not None
+        queries = [
+            leaves(program.dims[node.args[0]][-2])
+            for node in program.graph.find_nodes(op="call_function", target=attend)
         ]
+        joined = [a for axes in queries for a in axes if a.parts is not None]
+        folded = [a for axes in queries if len(axes) > 1 for a in axes]
         opaque = [axis for axis in found if axis.opaque]
-        if found and not opaque and not joined:
+        if found and not opaque and not joined and not folded:
             return
         if joined:
             seen, why = joined, "attention reads parts that are joined (a class token, patches)"
+        elif folded:
+            seen, why = folded, "the queries of an attention are several dimensions in one"
         elif opaque:
-            seen, why = opaque, "the model reshapes it in a way that mixes tokens"
+            seen, why = opaque, "the model reshapes it, or joins other tokens to it"
         else:
             seen, why = [], "no attention reads one, and no input of token ids has one"
         shown = ", ".join(dict.fromkeys(map(repr, seen))) or "no dimension of the inputs"
@@ -139,41 +144,43 @@ class ContextParallel(Pass):
 
     def _refuse_what_is_written_out(self, program: Program) -> None:
         """Scores of all queries and keys: an attention that `fuse_attention` has not recognised."""
-        tokens = {id(a) for a in _tokens(program)}
-        made, found = derived(program), dict[str, str]()
-        for node, typing in program.typings.items():
-            kind = op_name(node.target)
-            outs = typing.out if isinstance(typing.out, tuple) else ()
-            long = [d for d in outs if any(id(a) in tokens for a in atoms(d))]
-            scores = node in made and kind in PRODUCTS and len(long) > 1
-            if scores or kind == "scaled_dot_product_attention":
-                found[module_path(node) or "the model"] = f"{kind} of {len(outs)} dimensions"
+        found = {
+            module_path(node)
+            or "the model": f"{op_name(node.target)} of {len(heads) + 2} dimensions"
+            for node, heads in _written_out(program)
+        }
         if found:
+            fix = 'use context_parallel="ulysses", which cuts heads and runs the scores as written'
+            if self.mode == "ulysses":
+                fix = "use a cp that divides the heads, so that no keys travel"
             raise ShardingError(
                 message(
                     self.name,
                     f"{len(found)} attentions",
                     "; ".join(f"{where}: {what}" for where, what in list(found.items())[:8]),
-                    f"{self.mode!r} needs what comes between queries, keys and the softmax to be "
-                    "elementwise on the scores, and this is not",
-                    'use context_parallel="ulysses", which runs attention as it is written',
+                    "where keys travel or are gathered, attention is computed block by block: this "
+                    "is none of the forms that are known to allow that (a softmax of scores that "
+                    "are elementwise in the products, read by one product with the values)",
+                    fix,
                 )
             )
 
     def _refuse_for_heads(
-        self, program: Program, heads: dict[fx.Node, tuple[Axis, int]], ranks: int
+        self, program: Program, heads: dict[fx.Node, tuple[Axis | None, int]], ranks: int
     ) -> None:
+        tp = program.mesh.mesh.size("tp")
         few = {
-            f"{module_path(node)}: {axis.size} over tp={program.mesh.mesh.size('tp')}"
-            for node, (axis, share) in heads.items()
-            if share == 1
+            f"{module_path(node) or 'the model'}: "
+            + (f"{axis.size} heads over tp={tp}" if axis else "no heads"): None
+            for node, (axis, _) in heads.items()
         }
         raise ShardingError(
             message(
                 self.name,
-                f"heads of {len(few) or 'no'} attentions",
-                "; ".join(sorted(few)[:8]) or "the model has no attention",
-                f'"ulysses" cuts heads over cp={ranks}, and none of that divides what tp leaves',
+                f"heads of {len(heads) or 'no'} attentions",
+                "; ".join(list(few)[:8]) or "the model has no attention",
+                f'"ulysses" cuts the heads of all of them over cp={ranks}, or a part of cp: no '
+                "number of ways divides what tp leaves of each",
                 'use context_parallel="ring" or "allgather", which cut no heads',
             )
         )
@@ -192,39 +199,48 @@ def _tokens(program: Program, factors: bool = False) -> list[Axis]:
     return list(found.values())
 
 
-def _attentions(program: Program) -> Iterator[fx.Node]:
-    for node in program.graph.nodes:
-        if node.op == "call_function" and op_name(node.target) in ATTENTIONS:
-            yield node
+def _written_out(program: Program) -> Iterator[tuple[fx.Node, tuple[Dim, ...]]]:
+    """What computes scores of queries and keys outside of `attend`; their other dimensions."""
+    tokens = {id(a) for a in _tokens(program)}
+    made = derived(program)
+    for node, typing in program.typings.items():
+        kind = op_name(node.target)
+        if kind == "scaled_dot_product_attention":
+            yield node, typing.out[:-2]
+        elif kind in PRODUCTS and node in made and isinstance(typing.out, tuple):
+            long = [any(id(a) in tokens for a in atoms(d)) for d in typing.out]
+            if sum(long) > 1:
+                yield node, tuple(d for d, of in zip(typing.out, long, strict=True) if not of)
 
 
-def _heads(program: Program, ranks: int) -> dict[fx.Node, tuple[Axis, int]]:
-    """For each attention, the axis of its heads that cp can cut most ways, and how many: heads that
-    keys have too before groups of queries that share them."""
+def _heads(program: Program, ranks: int) -> dict[fx.Node, tuple[Axis | None, int]]:
+    """For each attention, the axis of its heads that cp can cut, and how many ways: heads that keys
+    have too, before groups of queries that share them (all ranks gather their keys then)."""
     taken: dict[int, int] = {}
     for assignment in program.assignments:
         share = program.mesh.size(assignment.mesh_axes)
         taken[id(assignment.axis)] = taken.get(id(assignment.axis), 1) * share
-    found = {}
-    for node in _attentions(program):
+    able: dict[fx.Node, list[Axis]] = {}
+    for node in program.graph.find_nodes(op="call_function", target=attend):
         q, k = (program.dims[n] for n in node.args[:2])
-        keys = list(leaves(k[-3])) if len(k) > 2 else []
-        axes = keys + [a for a in (leaves(q[-3]) if len(q) > 2 else ()) if a not in keys]
-        axes = [a for a in axes if not a.opaque and a.parts is None and a.role != "batch"]
-        free = [
-            (math.gcd(ranks, a.size // t) if a.size % (t := taken.get(id(a), 1)) == 0 else 1, -i)
-            for i, a in enumerate(axes)
-        ]
-        if axes:
-            share, at = max(free)
-            found[node] = axes[-at], share
+        keys = list(leaves(k[-3]))
+        able[node] = keys + [a for a in leaves(q[-3]) if a not in keys]
+    for node, dims in _written_out(program):
+        able[node] = [a for dim in dims for a in leaves(dim)]
+    found: dict[fx.Node, tuple[Axis | None, int]] = {}
+    for node, axes in able.items():
+        found[node] = None, 1
+        for axis in axes:
+            if axis.opaque or axis.parts is not None or axis.role == "batch":
+                continue
+            left, rest = divmod(axis.size, taken.get(id(axis), 1))
+            share = 1 if rest else math.gcd(ranks, left)
+            if found[node][1] == 1:
+                found[node] = axis, share
     return found
 
 
 def _causal(program: Program) -> bool:
     """Whether some attention reads no later tokens: earlier queries are less work then."""
-    return any(
-        not program.attentions[node.args[5]].ahead
-        for node in _attentions(program)
-        if op_name(node.target) == "attend"
-    )
+    nodes = program.graph.find_nodes(op="call_function", target=attend)
+    return any(not program.attentions[node.args[5]].ahead for node in nodes)

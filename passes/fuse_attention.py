@@ -452,6 +452,8 @@ def _weights(softmax: fx.Node) -> _Weights:
             if not (last and starts and after == (before[0], before[1] - 1)) or sinks:
                 raise Untraceable("a part of the weights")
             sinks = True
+        elif kind == "nan_to_num" and not argument(user, 1, "nan"):
+            pass  # rows that read no key are 0 already
         elif kind not in BETWEEN | {"slice"} or before != after:
             raise Untraceable(f"{kind} of weights")
         node = user

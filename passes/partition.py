@@ -244,7 +244,7 @@ class Partitioner(Converter):
         """Whether a mesh axis may cut the dimensions that an op states as apart: a part of cp that
         cuts no heads here."""
         context = [c for c in self.axes if c.partition(".")[0] == "cp"]
-        if m not in context or (typing.window and m != context[0]):
+        if m not in context[:1] or len(leaves(typing.apart[0] if typing.apart else ())) != 1:
             return False
         ranked = self.assigned[m]
         cut = typing.apart if typing.window else typing.apart[:1]

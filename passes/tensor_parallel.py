@@ -250,7 +250,7 @@ def _count(
     values = operands(node)
     read = [program.dims[n] for n in values]
     summed = {id(a) for d in typing.summed for a in atoms(d)}
-    whole = {id(a) for d in typing.whole for a in atoms(d)}
+    whole = {id(a) for d in (*typing.whole, *typing.apart) for a in atoms(d)}
     outs = typing.out if isinstance(typing.out, list) else [typing.out]
     kind = op_name(node.target)
     work = nominal(typing.flops)

@@ -1,4 +1,5 @@
-"""zero: parameters, gradients and optimizer states are shared out over the data axes.
+"""zero: parameters, gradients and optimizer states are shared out over the axes along
+which parameters are replicated: the data axes and cp.
 
 Requires: a partitioned graph. Gives: parameters of which each rank along the zero axes holds a
 piece of dim 0, and a graph that gathers them, a segment at a time, one segment ahead of use.

@@ -21,10 +21,14 @@ from zoo import batch, tiny
 
 ALONE = "one device"
 MESHES = {"dp=4": {"dp": 4}, "dp=2,tp=2": {"dp": 2, "tp": 2}, "tp=4": {"tp": 4}, ALONE: {"dp": 1}}
+#: Meshes that cut tokens through attention, on which a job of their own saves and loads.
+CONTEXT_MESHES = {"cp=4": {"cp": 4}, "cp=2,tp=2": {"cp": 2, "tp": 2}}
 #: Options of the call on each mesh.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp=4": {"zero": 3},
     "dp=2,tp=2": {"zero": 1},
+    "cp=4": {"zero": 3},
+    "cp=2,tp=2": {"zero": 1, "context_parallel": "ulysses"},
     "dp=4, mixed": {"zero": 3, "param_dtype": torch.bfloat16, "offload": True},
     "dp=2,tp=2, mixed": {"zero": 2, "param_dtype": torch.bfloat16},
 }
@@ -38,7 +42,7 @@ class Run:
 
         self.mesh = None
         if mesh != ALONE:
-            sizes = MESHES[mesh.removesuffix(", mixed")]
+            sizes = (MESHES | CONTEXT_MESHES)[mesh.removesuffix(", mixed")]
             self.mesh = dist.device_mesh.init_device_mesh(
                 "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
             )

@@ -234,7 +234,7 @@ def let_go(mesh, name: str, on_line: bool, **options: Any) -> dict[str, Any]:
     sharded.eval()
     out["evaluated"] = sharded.train_step(**rows).clone()
     sharded.train()
-    names = ("axes", "params", "graph", "collectives", "passes", "memory")
+    names = ("axes", "params", "graph", "collectives", "passes", "memory", "attention")
     out["tables"] = [bool(sharded.table(name)) for name in names] + [bool(repr(sharded))]
     out["rank"] = {n: tuple(p.shape) for n, p in sharded.rank(1).named_parameters()}
     out["batch"] = gloo.refusal(lambda: sharded(**{k: v.bool() for k, v in rows.items()}))

@@ -10,16 +10,19 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
-from zoo import RECOMPUTED, TYPES, Case
+from zoo import CONTEXTS, RECOMPUTED, TYPES, Case
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 MESHES = ("tp=2", "tp=4", "dp=4", "dp=2,tp=2")
 ZERO_MESHES, STAGES = ("dp=4", "dp=2,tp=2"), (1, 2, 3)
-#: Strategies -> mesh, sequence parallel, ZeRO stage and recomputation of every case to count.
-COMBINATIONS: dict[str, list[tuple[str, bool, int, str]]] = {
+#: Meshes that cut tokens through attention, and the ZeRO stage on them.
+CONTEXT_MESHES = (("cp=2", 0), ("cp=4", 0), ("cp=2,tp=2", 0), ("dp=2,cp=2", 0), ("cp=2", 3))
+#: Strategies -> what every case to count is made of, after its architecture.
+COMBINATIONS: dict[str, list[tuple[Any, ...]]] = {
     "data parallel": [("dp=4", True, 0, "none")],
     "tensor parallel": [("tp=2", False, 0, "none"), ("tp=4", False, 0, "none")],
     "tensor + sequence parallel": [("tp=2", True, 0, "none"), ("tp=4", True, 0, "none")],
@@ -33,15 +36,24 @@ for mesh, strategies in zip(
         name = f"{strategies}, ZeRO {stage}, accumulation"
         COMBINATIONS[name] = [(mesh, True, stage, "none")]
     COMBINATIONS[f"{name}, recompute"] = [(mesh, True, 3, "block")]
+for strategies, on in (
+    ("context parallel", CONTEXT_MESHES[:2]),
+    ("context + tensor + sequence parallel", CONTEXT_MESHES[2:3]),
+    ("data + context parallel", CONTEXT_MESHES[3:4]),
+    ("context parallel, ZeRO 3, accumulation", CONTEXT_MESHES[4:]),
+):
+    for way in CONTEXTS:
+        cases = [(mesh, True, stage, "none", way) for mesh, stage in on]
+        COMBINATIONS[f"{strategies}, {way}"] = cases
 SIGNS = {None: "?", True: "yes", False: "NO"}
 OTHERS = ("dp=2,tp=2", True, 3, "none")  # what the other models are tried on
 
 
-def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[str, str]]:
-    """Passed or not by case; fallback ops by architecture; why an architecture was refused."""
+def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[Case, str]]:
+    """Passed or not by case; fallback ops by architecture; why a case was refused."""
     passed: dict[Case, bool] = {}
     fallbacks: dict[str, int] = {}
-    refused: dict[str, str] = {}
+    refused: dict[Case, str] = {}
     for test in ElementTree.parse(path).iter("testcase"):
         found = {p.get("name", ""): p.get("value", "") for p in test.iter("property")}
         if "kind" not in found:
@@ -52,36 +64,45 @@ def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[str, str]]:
             found["sequence_parallel"] == "True",
             int(found["zero"]),
             found["recompute"],
+            found["context"],
         )
         failed = test.find("failure") is not None or test.find("error") is not None
         passed[case] = passed.get(case, True) and not failed and "refused" not in found
         if "refused" in found:
-            refused[case.kind] = found["refused"]
+            refused[case] = found["refused"]
         if "fallbacks" in found:
             fallbacks[case.kind] = max(fallbacks.get(case.kind, 0), int(found["fallbacks"]))
     return passed, fallbacks, refused
 
 
-def signs(passed: dict[Case, bool], cases: list[Case]) -> str:
+def signs(passed: dict[Case, bool], refused: dict[Case, str], cases: list[Case]) -> str:
+    if cases and all(case in refused for case in cases):
+        return "refused"
     return " / ".join(SIGNS[passed.get(case)] for case in cases)
 
 
-def row(passed: dict[Case, bool], kind: str) -> list[str]:
-    """With sequence parallelism / without (one sign for a mesh that has no tp); then stages."""
+def row(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[str]:
+    """With sequence parallelism / without (one sign for a mesh that has no tp); then stages; then
+    the ways of context parallelism."""
     plain = [
         [Case(kind, mesh, sp) for sp in ((True, False) if "tp" in mesh else (True,))]
         for mesh in MESHES
     ]
     stages = [[Case(kind, mesh, zero=stage) for stage in STAGES] for mesh in ZERO_MESHES]
-    return [kind, *(signs(passed, cases) for cases in plain + stages)]
+    ways = [
+        [Case(kind, mesh, zero=stage, context=way) for way in CONTEXTS]
+        for mesh, stage in CONTEXT_MESHES
+    ]
+    return [kind, *(signs(passed, refused, cases) for cases in plain + stages + ways)]
 
 
 def tables(path: str) -> str:
     passed, fallbacks, refused = read(path)
     stages = " / ".join(map(str, STAGES))
     headers = ["architecture", *MESHES, *(f"{mesh}, ZeRO {stages}" for mesh in ZERO_MESHES)]
+    headers += [mesh + (f", ZeRO {stage}" if stage else "") for mesh, stage in CONTEXT_MESHES]
     architectures = tabulate(
-        [[*row(passed, kind), fallbacks.get(kind, "?")] for kind in TYPES],
+        [[*row(passed, refused, kind), fallbacks.get(kind, "?")] for kind in TYPES],
         headers=[*headers, "fallback ops"],
         tablefmt="github",
     )
@@ -93,10 +114,12 @@ def tables(path: str) -> str:
         counted.append([name, meshes, f"{sum(results)} of {len(results)}"])
     combinations = tabulate(counted, headers=["strategies", "meshes", "equal"], tablefmt="github")
     others = sorted({case.kind for case in passed} - set(TYPES))
+    why = {case.kind: text for case, text in refused.items()}
     work = [kind for kind in others if passed.get(Case(kind, *OTHERS), False)]
     lines = [
         "Columns of a mesh: with sequence parallelism / without, and no ZeRO. Columns of ZeRO: its",
         "stages, with sequence parallelism and the gradients of two batches added up a step.",
+        f"Columns of a mesh with cp: {' / '.join(CONTEXTS)}; `refused`: by name, and none of them.",
         "`yes`: loss, outputs, every gradient, the clip norm and every parameter after two AdamW",
         "steps agree with one device to 1e-9 in float64.",
         "",
@@ -108,7 +131,7 @@ def tables(path: str) -> str:
         f"build, {len(work)} agree on `dp=2,tp=2` with sequence parallelism and ZeRO 3. The others",
         "are refused by name:",
         "",
-        *(f"* `{k}`: {_short(refused[k])}" for k in others if k in refused),
+        *(f"* `{k}`: {_short(why[k])}" for k in others if k in why),
     ]
     return "\n".join(lines)
 

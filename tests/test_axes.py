@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from zoo import batch, tiny
 
-from autoshard import autoshard
+from autoshard import autoshard, verify
 
 HEAD = 16
 
@@ -99,3 +100,21 @@ def test_the_embedding_width_is_one_axis_and_never_cut():
     sharded = autoshard(tiny("llama"), {"tp": 2}, example_inputs=batch())
     norms = {n: tuple(p.shape) for n, p in sharded.named_parameters() if "norm" in n}
     assert len(norms) == 5 and set(norms.values()) == {(64,)}
+
+
+def test_an_axis_that_is_two_factors_of_one_dimension_is_not_cut():
+    """Halves that are shuffled and added: every factor of two of the width is one axis."""
+
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            x = x + x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+            return self.head(x).square().mean()
+
+    ids = torch.arange(32).view(4, 8) % 24
+    report = verify(Shuffled(), "tp=2", {"ids": ids}, sequence_parallel=False)
+    assert report.ok, str(report)

@@ -135,7 +135,6 @@ def test_nothing_is_logged_about_a_failure(capfd):
 
 
 OPTIONS = {"microbatches": 4, "schedule": "gpipe"}
-OPTIONS |= {"context_parallel": "ulysses"}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import torch
 from filelock import FileLock
-from gloo_checkpoint import ALONE, MESHES
+from gloo_checkpoint import ALONE, CONTEXT_MESHES, MESHES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -35,6 +35,7 @@ PAIRS = list(itertools.product(MESHES, MESHES))
 SQUARE = {"dp": 2, "tp": 2}
 MIXED = ("dp=4, mixed", "dp=2,tp=2, mixed", "tp=4")
 SLOW = ("phi3", "bloom", "mixtral")
+CONTEXT = (*CONTEXT_MESHES, "tp=4", ALONE)
 
 
 def small(name, **options):
@@ -102,6 +103,7 @@ def quick_jobs(folder):
     return {
         "gpt2": (jobs.matrix, str(folder), "gpt2", False),
         "momentum": (jobs.matrix, str(folder), "handwritten", True, two, jobs.frozen_sgd),
+        "context": (jobs.matrix, str(folder), "qwen3", True, CONTEXT),
         "refusals": (jobs.refusals, str(folder)),
         "random": (jobs.random_streams, str(folder)),
         **pretrained_jobs(folder, ["llama"]),
@@ -145,6 +147,14 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(quick, pair):
     assert len(results) == (1 if pair[1] == ALONE else 4)
     for got in results:
         assert_went_on(got, pair, 1e-5)
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(CONTEXT, CONTEXT)), ids="->".join)
+def test_meshes_that_cut_tokens_save_and_load_too(quick, pair):
+    results = [got[pair] for got in each(quick, "context") if pair in got]
+    assert len(results) == (1 if pair[1] == ALONE else 4)
+    for got in results:
+        assert_went_on(got, pair, 1e-9)
 
 
 @pytest.mark.slow

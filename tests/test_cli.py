@@ -92,6 +92,36 @@ def test_strict(model, command, capsys):
     assert "fix:" in capsys.readouterr().err
 
 
+ATTENDS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.embed(ids).unflatten(-1, (2, 4)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return (self.head(y.transpose(1, 2).flatten(2)) ** 2).mean()
+
+def build():
+    return Net(), {"ids": torch.arange(24).view(2, 12) % 16}
+"""
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses", "allgather"])
+def test_context_parallel(way, tmp_path, capsys):
+    path = tmp_path / "attends.py"
+    path.write_text(ATTENDS)
+    options = ["--mesh", "cp=2", "--context-parallel", way]
+    assert main(["verify", str(path), *options]) == 0
+    assert "equal to one device" in capsys.readouterr().out
+    assert main(["inspect", str(path), *options, "--table", "axes"]) == 0
+    assert f"attention by {way}" in capsys.readouterr().out
+
+
 def test_version_and_help(capsys):
     for arguments in (["--version"], ["inspect", "--help"], ["verify", "--help"]):
         with pytest.raises(SystemExit) as ended:

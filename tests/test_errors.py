@@ -408,6 +408,77 @@ def test_options_of_zero_are_checked_by_name(options, words):
     says(error, words, "why:", "fix:")
 
 
+PARTS = ("why:", "fix:")
+
+
+def test_a_way_of_context_parallelism_that_there_is_not():
+    with pytest.raises(ShardingError) as error:
+        autoshard(tiny("llama"), "cp=2", batch(), context_parallel="rings")
+    says(error, "context_parallel", "'rings'", "ring", "ulysses", "allgather", *PARTS)
+
+
+@pytest.mark.parametrize("mesh", ["cp=3", "cp=2,tp=4"])
+def test_too_few_heads_for_ulysses(mesh):
+    model = tiny("llama", num_hidden_layers=1)
+    with pytest.raises(ShardingError) as error:
+        autoshard(model, mesh, batch(), context_parallel="ulysses")
+    says(error, "context_parallel", "heads of 1 attentions", "layers.0.self_attn", "cp=", *PARTS)
+    says(error, 'context_parallel="ring"')
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses", "allgather"])
+@pytest.mark.parametrize("what", ["cumsum", "lstm", "loop"])
+def test_a_scan_over_tokens_that_cp_cuts(what, way):
+    place = "cumsum in body" if what == "cumsum" else "a loop in body"
+    with pytest.raises(ShardingError) as error:
+        autoshard(Scan(what), "cp=2", hw.tokens(), context_parallel=way)
+    says(error, "context_parallel", "scans", place, "cp", "wait for", *PARTS)
+
+
+class Scan(torch.nn.Module):
+    """Each token needs what the one before it left."""
+
+    class Body(torch.nn.Module):
+        def __init__(self, what):
+            super().__init__()
+            self.what, self.lstm = what, torch.nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            if self.what == "cumsum":
+                return x.cumsum(1)
+            if self.what == "lstm":
+                return self.lstm(x)[0]
+            state, out = torch.zeros_like(x[:, 0]), []
+            for at in range(x.shape[1]):
+                state = torch.tanh(state + x[:, at])
+                out.append(state)
+            return torch.stack(out, 1)
+
+    def __init__(self, what):
+        super().__init__()
+        self.embed, self.body = torch.nn.Embedding(hw.VOCAB, 8), self.Body(what)
+        self.head = torch.nn.Linear(8, hw.VOCAB)
+
+    def forward(self, ids, targets):
+        logits = self.head(self.body(self.embed(ids)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (hw.MLP, lambda: hw.vectors(4, 32)),
+        (hw.ResNet, hw.images),
+        (lambda: tiny("llama"), lambda: {"input_ids": torch.ones(2, 1, dtype=torch.long)}),
+    ],
+    ids=["vectors", "images", "one token"],
+)
+def test_inputs_without_a_sequence_that_cp_could_cut(model, inputs):
+    with pytest.raises(ShardingError) as error:
+        autoshard(model(), "cp=2", inputs())
+    says(error, "context_parallel", "the sequence", "no dimension of the inputs", "cp=2", *PARTS)
+
+
 def test_a_training_step_needs_gradients():
     module = autoshard(hw.MLP(), "dp=1", hw.vectors(4, 32))
     with torch.no_grad(), pytest.raises(ShardingError, match="no_grad"):

@@ -26,7 +26,7 @@ def results(path, cases, failed=(), refused=()):
     return str(path)
 
 
-MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO
+MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO + test_zoo.CONTEXT
 OTHERS = [Case(kind, *readme_tables.OTHERS) for kind in ("olmo", "jetmoe")]
 
 
@@ -42,8 +42,12 @@ def everything(tmp_path):
     path = results(
         tmp_path / "results.xml",
         MATRIX + OTHERS,
-        failed=[Case("llama", "dp=4", zero=2), Case("gpt2", "tp=2", sequence_parallel=False)],
-        refused=[Case("jetmoe", *readme_tables.OTHERS)],
+        failed=[
+            Case("llama", "dp=4", zero=2),
+            Case("gpt2", "tp=2", sequence_parallel=False),
+            Case("bloom", "cp=4", context="ulysses"),
+        ],
+        refused=[Case("jetmoe", *readme_tables.OTHERS), *test_zoo.SCANS],
     )
     return readme_tables.tables(path)
 
@@ -52,13 +56,19 @@ def test_the_full_matrix_fills_both_tables(everything):
     assert "?" not in everything
     assert cells(everything, "glm4") == [
         *("yes / yes", "yes / yes", "yes", "yes / yes"),
-        *("yes / yes / yes", "yes / yes / yes", "0"),
+        *(["yes / yes / yes"] * 7),
+        "0",
     ]
 
 
 def test_a_failure_shows_where_it_is(everything):
     assert cells(everything, "llama")[4:6] == ["yes / NO / yes", "yes / yes / yes"]
     assert cells(everything, "gpt2")[0] == "yes / NO"
+    assert cells(everything, "bloom")[7] == "yes / yes / NO"
+
+
+def test_what_is_refused_says_so(everything):
+    assert cells(everything, "mamba")[6:11] == ["refused"] * 5
 
 
 def test_combinations_are_counted(everything):
@@ -69,6 +79,9 @@ def test_combinations_are_counted(everything):
         ("data parallel, ZeRO 2, accumulation", "dp=4", "23 of 24"),
         (f"{whole}, ZeRO 3, accumulation", "dp=2,tp=2", "24 of 24"),
         (f"{whole}, ZeRO 3, accumulation, recompute", "dp=2,tp=2", "4 of 4"),
+        ("context parallel, ring", "cp=2 and cp=4", "46 of 48"),
+        ("context parallel, ulysses", "cp=2 and cp=4", "45 of 48"),
+        ("context parallel, ZeRO 3, accumulation, ring", "cp=2", "23 of 24"),
     ):
         assert cells(everything, strategies, meshes) == [want]
 

@@ -1,7 +1,10 @@
 """The tables: real content, published closed forms, and readable for deep models."""
 
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import handwritten as hw
 import pytest
@@ -14,6 +17,7 @@ from autoshard import autoshard
 from autoshard.report import BATCH, FEW, PRESENT, SEQUENCE, SHAPE, TABLES, step_collectives
 from autoshard.runtime.buckets import Reducer
 from autoshard.shapes import closed_forms
+from passes import chain
 
 HIDDEN, ITEMSIZE = 64, 4  # of tiny Llama
 RANKS_AND_KV_HEADS = [(2, 2), (4, 4), (4, 2)]
@@ -312,6 +316,47 @@ def test_shapes_in_the_graph_table_are_those_of_a_rank():
     assert len(closed_forms(alone)) == len(found)
 
 
+# --- attentions ---
+
+ATTENTION = """
+attentions at batch=4, sequence=32      count  how           heads    mask    tokens                 bytes    FLOPs, least     most    most/mean
+------------------------------------  -------  ------------  -------  ------  --------  ------------------  --------------  -------  -----------
+model.layers.*.self_attn                    2  ring over cp  4 on 2   causal  zigzag    768*batch*sequence         540,672  540,672         1.00
+"""  # noqa: E501
+
+ATTENTION_ON_A_SQUARE = """
+attentions at batch=4, sequence=32      count  how                           heads    mask    tokens                                            bytes    FLOPs, least     most    most/mean
+------------------------------------  -------  ----------------------------  -------  ------  --------------------------------------  ------------------  --------------  -------  -----------
+model.layers.*.self_attn                    2  ring over cp; heads over tp   2 on 1   causal  contiguous: the last rank reads most    384*batch*sequence         139,264  401,408         1.48
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("mesh", "balance", "want"),
+    [("cp=2", True, ATTENTION), ("cp=2,tp=2", False, ATTENTION_ON_A_SQUARE)],
+)
+def test_the_table_of_attentions_of_a_small_model(mesh, balance, want):
+    made = autoshard(tiny("llama"), mesh, batch(), passes=chain(zero=0, balance=balance))
+    got = [line.split() for line in made.table("attention").splitlines()]
+    assert got[0] == want.split("\n")[1].split()
+    assert got[2:] == [line.split() for line in want.strip().split("\n")[2:]]
+
+
+def test_without_context_parallelism_attentions_are_whole_or_cut_by_heads():
+    for mesh, how, heads in (("dp=2", "whole", "4 on 4"), ("tp=2", "heads over tp", "2 on 2")):
+        found = row(sharded(mesh), "attention", count=2)
+        assert (found["how"], found["heads"], found["tokens"]) == (how, heads, "whole")
+        assert (found["bytes"], found["mask"], found["most/mean"]) == (0, "causal", "1.00")
+
+
+def test_the_flops_of_attentions_are_those_of_the_pairs_that_are_read():
+    """Two products of 2 d FLOPs a pair, over heads, rows and layers; half of them is causal."""
+    rows_of, length = batch()["input_ids"].shape
+    pairs = length * (length + 1) // 2
+    found = row(sharded("dp=2"), "attention", count=2)
+    assert found["most"] == 2 * (rows_of // 2) * 4 * pairs * 4 * 16
+
+
 # --- form ---
 
 
@@ -401,7 +446,8 @@ def test_unknown_tables_and_formats_are_refused():
 def test_the_passes_table_says_what_each_pass_changed():
     module = sharded("dp=2,tp=2")
     names = [r["pass"] for r in rows(module, "passes")]
-    assert names[:3] == ["canonicalize", "infer_axes", "data_parallel"]
+    first = ["canonicalize", "fuse_attention", "infer_axes", "data_parallel"]
+    assert names[:4] == first
     assert names[-3:] == ["partition", "zero(stage=0)", "all"]
     assert "assignments 0 -> 1" in row(module, "passes", **{"pass": "data_parallel"})["changed"]
     assert "collectives 0 ->" in row(module, "passes", **{"pass": "partition"})["changed"]
@@ -420,3 +466,16 @@ def test_the_summary_names_mesh_strategies_and_collectives():
     ):
         assert part in text
     assert torch.nn.Module.__repr__ is not type(sharded("dp=2,tp=2")).__repr__
+
+
+def test_activations_are_told_where_weights_are_gathered_and_nothing_has_run():
+    """In a process of its own: nothing is left over from other compilations."""
+    code = (
+        "import handwritten as hw; from autoshard import autoshard;"
+        "print(autoshard(hw.GPT(), 'dp=2', hw.tokens(), zero=1).table('memory'))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    (row,) = (line for line in ran.stdout.splitlines() if line.startswith("activations"))
+    assert "batch*sequence" in row, ran.stdout + ran.stderr

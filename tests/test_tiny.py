@@ -6,7 +6,7 @@ from handwritten import GPT, MLP, NoNormResidual, tokens, vectors
 
 from autoshard import MeshSpec, autoshard, collectives, verify
 
-TABLES = ("axes", "params", "graph", "collectives", "passes", "memory")
+TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention")
 
 
 def test_mlp_trains_the_same_on_four_ranks():

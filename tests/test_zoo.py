@@ -1,8 +1,9 @@
 """Architectures of `transformers` on meshes, all ranks in this process, against one device.
 
-Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and ZeRO 3, and on ``tp=2`` with neither;
-and a few cases of the rest that change every day (``AUTOSHARD_DAY=2026-01-31`` brings a day back).
-``--slow`` runs the full matrix. Every case with a ZeRO stage adds up two batches a step.
+Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and ZeRO 3, on ``tp=2`` with neither, and
+on ``cp=2,tp=2`` with one of the ways of context parallelism; and a few cases of the rest that
+change every day (``AUTOSHARD_DAY=2026-01-31`` brings a day back). ``--slow`` runs the full matrix.
+Every case with a ZeRO stage adds up two batches a step.
 """
 
 import os
@@ -10,7 +11,7 @@ import random
 from datetime import date
 
 import pytest
-from zoo import RECOMPUTED, TYPES, Case, batch, tiny
+from zoo import CONTEXTS, RECOMPUTED, TYPES, WITHOUT_SCANS, Case, batch, tiny
 
 from autoshard import autoshard, verify
 from autoshard.errors import CaptureError, ShardingError
@@ -58,16 +59,33 @@ WITH_ZERO += [
     Case(kind, mesh, zero=3, recompute="block") for mesh in DATA_MESHES for kind in RECOMPUTED
 ]
 WITH_ZERO = [case for case in WITH_ZERO if case not in QUICK]
+CONTEXT_MESHES = (("cp=2", 0), ("cp=4", 0), ("cp=2,tp=2", 0), ("dp=2,cp=2", 0), ("cp=2", 3))
+CONTEXT = [
+    Case(kind, mesh, zero=stage, context=way)
+    for mesh, stage in CONTEXT_MESHES
+    for way in CONTEXTS
+    for kind in TYPES
+]
+WITH_CONTEXT = [case for case in CONTEXT if case.kind in WITHOUT_SCANS]
+SCANS = [case for case in CONTEXT if case.kind not in WITHOUT_SCANS]
+QUICK_CONTEXT = [
+    Case(kind, "cp=2,tp=2", context=CONTEXTS[at % 3]) for at, kind in enumerate(WITHOUT_SCANS)
+]
 DAY = date.fromisoformat(os.environ.get("AUTOSHARD_DAY", date.today().isoformat()))
 CHANCE = random.Random(DAY.toordinal())
 TODAY = CHANCE.sample(WITHOUT_ZERO, 5) + CHANCE.sample(WITH_ZERO, 5)
+TODAY += CHANCE.sample([case for case in WITH_CONTEXT if case not in QUICK_CONTEXT], 5)
 OTHERS_TODAY = CHANCE.sample(OTHERS, 3)
+
+
+def record_case(record, case: Case) -> None:
+    for name, value in case._asdict().items():
+        record(name, value)
 
 
 def proved(record, case: Case, steps: int = 2) -> None:
     """Agrees with one device; `tests/readme_tables.py` reads what is recorded here."""
-    for name, value in case._asdict().items():
-        record(name, value)
+    record_case(record, case)
     report = verify(
         tiny(case.kind),
         case.mesh,
@@ -77,6 +95,7 @@ def proved(record, case: Case, steps: int = 2) -> None:
         zero=case.zero,
         accumulate=case.accumulate,
         recompute=case.recompute,
+        context_parallel=case.context,
     )
     record("fallbacks", len(report.sharded.program.fallbacks))
     assert report.ok, str(report)
@@ -87,13 +106,44 @@ def test_trains_like_one_device(case, record_property):
     proved(record_property, case)
 
 
+@pytest.mark.parametrize("case", QUICK_CONTEXT, ids=str)
+def test_tokens_cut_through_attention_train_like_one_device(case, record_property):
+    proved(record_property, case, steps=1)
+
+
+def refused_for_its_scan(record, case: Case) -> None:
+    record_case(record, case)
+    with pytest.raises(ShardingError, match="scans") as error:
+        verify(
+            tiny(case.kind),
+            case.mesh,
+            example_inputs=batch(),
+            zero=case.zero,
+            context_parallel=case.context,
+        )
+    text = str(error.value)
+    record("refused", text)
+    assert "a loop in backbone.layers.0" in text and "why:" in text and "fix:" in text
+
+
+@pytest.mark.parametrize("case", SCANS[:1], ids=str)
+def test_a_scan_over_tokens_is_refused_by_name(case, record_property):
+    refused_for_its_scan(record_property, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SCANS[1:], ids=str)
+def test_a_scan_is_refused_on_every_mesh(case, record_property):
+    refused_for_its_scan(record_property, case)
+
+
 @pytest.mark.parametrize("case", TODAY, ids=str)
 def test_todays_sample_trains_like_one_device(case, record_property):
     proved(record_property, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WITHOUT_ZERO + WITH_ZERO, ids=str)
+@pytest.mark.parametrize("case", WITHOUT_ZERO + WITH_ZERO + WITH_CONTEXT, ids=str)
 def test_full_matrix_trains_like_one_device(case, record_property):
     proved(record_property, case)
 

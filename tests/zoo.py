@@ -29,6 +29,10 @@ TYPES = (
 ).split()
 #: Those that are also tried with blocks computed again in backward.
 RECOMPUTED = ("llama", "gpt2", "mixtral", "bert")
+#: How attention reads the tokens of other ranks of cp.
+CONTEXTS = ("ring", "allgather", "ulysses")
+#: Those whose tokens cp can cut: not a scan, which takes one token after another.
+WITHOUT_SCANS = tuple(kind for kind in TYPES if kind != "mamba")
 
 
 class Case(NamedTuple):
@@ -37,6 +41,7 @@ class Case(NamedTuple):
     sequence_parallel: bool = True
     zero: int = 0
     recompute: str = "none"
+    context: str = "ring"
 
     @property
     def accumulate(self) -> int:
@@ -47,6 +52,7 @@ class Case(NamedTuple):
         parts = [self.kind, self.mesh, "sp" if self.sequence_parallel else "no_sp"]
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [self.recompute] if self.recompute != "none" else []
+        parts += [self.context] if "cp" in self.mesh else []
         return "-".join(parts)
 
 

@@ -91,7 +91,7 @@ def _attend(spec: Attention) -> Any:
         call = ring_attention if rings else gathered_attention
         out = local.emit(call, operands[0], over, *operands[1:], sink, parts, key, *sizes, seed)
         if rings:
-            local.note_ring(out, (k, v))
+            local.note_ring(out, (k, v), here)
         return out
 
     return localize

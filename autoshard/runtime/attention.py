@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from autoshard.attention import Attention
 from autoshard.layout import pieces
+from autoshard.runtime.rng import APART, GOLDEN, number
 from autoshard.runtime.wire import shift
 
 aten = torch.ops.aten
@@ -31,10 +32,10 @@ Runs = tuple[tuple[int, int], ...]  # start and stop of successive positions, in
 #: Most queries, and most keys, of the scores that are computed at a time outside torch's kernels.
 TILE = 1024
 
-#: Odd constants that spread seeds and positions (those of `rng`, and one more).
-_GOLDEN, _APART, _ASIDE = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019, 0xD1342543DE82EF95
+#: One more odd constant that spreads positions, see `rng`.
+_ASIDE = 0xD1342543DE82EF95
 
-_KEYS, _GRADIENTS = 0, 1  # tags on the wire: both may be under way
+_KEYS, _GRADIENTS = 1, 2  # tags on the wire: both may be under way, and ZeRO's 0
 
 
 def ring_attention(
@@ -334,7 +335,8 @@ def _to_width(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _is_flash(q: torch.Tensor, width: int) -> bool:
     """Of CUDA's two kernels, whether it is the one of half types."""
-    return q.dtype != torch.float32 and width <= 256
+    able = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return able and q.dtype != torch.float32 and width <= 256
 
 
 def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -458,7 +460,7 @@ def _seed(attention: Attention, q: torch.Tensor) -> int | None:
     draw. It never lies on the device of ``q``, which nobody has to wait for then."""
     if not attention.dropout or isinstance(q, FakeTensor):
         return None
-    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+    return number()
 
 
 def _kept(work: _Work, tile: _Tile, like: torch.Tensor) -> torch.Tensor:
@@ -468,7 +470,7 @@ def _kept(work: _Work, tile: _Tile, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(like)
     generator = None
     if work.seed is not None:
-        mixed = work.seed * _GOLDEN + (tile.row + 1) * _APART + (tile.key + 1) * _ASIDE
+        mixed = work.seed * GOLDEN + (tile.row + 1) * APART + (tile.key + 1) * _ASIDE
         generator = torch.Generator(like.device)
         generator.manual_seed(mixed % 2**63)
     return torch.empty_like(like).bernoulli_(keep, generator=generator).div_(keep)

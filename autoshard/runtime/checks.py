@@ -292,6 +292,12 @@ def _value_sums(program: Program) -> dict[str, int]:
     return {name: int(each) for name, each in sums.items()}
 
 
+def _lengths(one: list[float], other: list[float]) -> str:
+    """How many elements inputs have on two ranks, where that differs."""
+    counts = [[int(n) for n in sums[:-1:2]] for sums in (one, other)]
+    return "" if counts[0] == counts[1] else f", with {counts[0]} and {counts[1]} elements"
+
+
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:
     """Ranks of one data coordinate must hold the same batch; where the graph draws random numbers,
     all ranks the same state of torch's generator. Compared once, before step 1. ``error``: what
@@ -322,10 +328,11 @@ def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None
                 message(
                     "the first batch",
                     f"inputs {list(program.inputs.values())}",
-                    f"differ between ranks {same} and {r}",
-                    f"both are data rank {dict(zip(DATA_AXES, key, strict=True))}, "
+                    f"differ between ranks {same} and {r}{_lengths(everyone[same], sums_of_r)}",
+                    f"both are data rank { ({a: position[a] for a in DATA_AXES if a in position}) }, "
                     f"and ranks that differ along {', '.join(others)} must see the same rows",
-                    "seed the data loader by the data coordinate, not by the global rank",
+                    "seed the data loader by the data coordinate, not by the global rank"
+                    + ("; pass whole sequences, which the graph slices" if "cp" in others else ""),
                 )
             )
         if everyone[0][-1] != sums_of_r[-1]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 #: Odd constants that spread seeds and positions (Knuth, multiplicative hashing).
-_GOLDEN, _APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
+GOLDEN, APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
@@ -20,8 +20,8 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
     if not link:
         return op(*args, **kwargs)
     # one number of the common stream per op, the same on every rank, keeps the streams in step
-    seed = int(torch.randint(2**31, (), dtype=torch.int64).item())
-    mixed = (seed * _GOLDEN + (link.index + 1) * _APART) % 2**63
+    seed = number()
+    mixed = (seed * GOLDEN + (link.index + 1) * APART) % 2**63
     generator = _generator_of(*args, *kwargs.values())
     state = generator.get_state()
     generator.manual_seed(mixed)
@@ -31,9 +31,24 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         generator.set_state(state)
 
 
-def number() -> int:
-    """A number to seed a generator with; it never lies on a device that one would wait for."""
-    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+class _Number:
+    """Draws a number to seed a generator with; it never lies on a device that one would wait for.
+    An argument of `draw`, it stands under its own name in the code that fx writes."""
+
+    def __call__(self) -> int:
+        return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu").item())
+
+    def __repr__(self) -> str:
+        return "number"
+
+    def __deepcopy__(self, memo: Any) -> _Number:
+        return self
+
+
+number = _Number()
+torch.fx.graph._register_custom_builtin(
+    "number", "from autoshard.runtime.rng import number", number
+)
 
 
 def _generator_of(*arguments: Any) -> torch.Generator:

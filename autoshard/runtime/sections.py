@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoshard.layout import I
 from autoshard.program import Parameter, Program, Unit
 from autoshard.runtime.gather import Piece, shard_bounds, slice_pieces, slice_shape
 
@@ -22,7 +23,8 @@ class Entry:
     """One parameter in a unit. ``shape``: of its slice; ``rows``: of dim 0 in every section (the
     last may be short); ``start``, ``gradient_start``: where it begins in a section of weights, and
     of gradients; ``bounds``: this rank's rows. Of its gradient, ``before`` are pieces of the slice
-    summed over further axes before it is scattered, ``after`` the axes summed over afterwards."""
+    summed over further axes before it is scattered, ``after`` the axes summed over afterwards;
+    ``counts``: whether this rank's is part of the sum (ranks that all have the sum add up one)."""
 
     key: str
     parameter: Parameter
@@ -33,6 +35,7 @@ class Entry:
     after: tuple[str, ...]
     start: int = 0
     gradient_start: int = 0
+    counts: bool = True
 
     @property
     def rest(self) -> int:
@@ -60,7 +63,10 @@ def entries(unit: Unit, program: Program, rank: int) -> list[Entry]:
         before = tuple((*p[:3], axes) for p, axes in left.items() if axes and p[2] >= 0)
         after = next((axes for p, axes in left.items() if p[2] < 0), ())
         bounds = shard_bounds(parameter, mesh, rank)
-        out.append(Entry(key, parameter, shape, rows, bounds, before, after, start))
+        alike = tuple(m for m in unit.axes if parameter.layout.get(m) == I)
+        first = not alike or mesh.index(rank, alike) == 0
+        made = Entry(key, parameter, shape, rows, bounds, before, after, start, counts=first)
+        out.append(made)
         start += out[-1].numel
     at = 0
     for entry in trainable(out):
@@ -106,10 +112,11 @@ def unpack(
 def pack_gradients(
     found: list[Entry], grads: Sequence[torch.Tensor | None], flat: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """Lay gradients of whole slices out flat, zeros where there is none. ``found``: `trainable`."""
+    """Lay gradients of whole slices out flat, zeros where there is none that counts. ``found``:
+    `trainable`."""
     table = flat.view(ranks, -1)
     for entry, grad in zip(found, grads, strict=True):
-        if grad is None:
+        if grad is None or not entry.counts:
             at = entry.gradient_start
             table[:, at : at + entry.numel].zero_()
             continue

@@ -101,7 +101,7 @@ def _witness(device: torch.device) -> tuple[torch.Tensor, Any]:
     """A leaf of no meaning that every `_Read` takes, and the node that accumulates its gradient."""
     with unset_fake_temporarily():
         leaf = torch.zeros((), device=device, requires_grad=True)
-    return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]
+        return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
 
 def _asked_for(device: torch.device) -> bool:
