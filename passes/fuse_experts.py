@@ -339,12 +339,10 @@ class _Block:
                 return "table", source
             if role == "inverse":
                 raise Unfit("rows that change their order twice")
-        if kind == "index" and looked is None and shape_of(node.args[0]) == self._token_shape:
-            if [self.roles.get(i) for i in node.args[1]] in (
-                ["token", "slot"],
-                ["repeated", "place"],
-            ):
-                return "scalar", node.args[0]
+        pair = [self.roles.get(i) for i in node.args[1]] if kind == "index" else []
+        known = pair in (["token", "slot"], ["repeated", "place"])
+        if known and shape_of(node.args[0]) == self._token_shape:
+            return "scalar", node.args[0]
         repeats = kind == "repeat_interleave" and node.args[1] == self.k
         if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
             return "rows", node.args[0]
