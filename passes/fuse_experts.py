@@ -5,7 +5,8 @@ model brings tokens to experts and back, and between them what the experts compu
 by expert. What the integers of the routing are (an order by expert, its inverse, where experts end)
 is seen by running the part of the graph that computes them. Recognised are products by groups of
 sorted rows, and products of every row with its own expert's weights. What has another structure is
-left as it is, and said why in ``program.unfused``.
+left as it is, and said why in ``program.unfused``. A loop over modules, each with parameters of its
+own, becomes products by groups with those parameters stacked.
 
     before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
              y[inverse].view(t, k, d).sum(1)
@@ -14,11 +15,7 @@ left as it is, and said why in ``program.unfused``.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +23,11 @@ from torch import fx
 
 from autoshard import experts
 from autoshard.chain import Pass
+from autoshard.expert_loops import Loop, begins_loop
 from autoshard.infer import expression
-from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
+from autoshard.masks import ancestors
 from autoshard.program import Program, module_path, shallow, tensor_results
+from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
@@ -37,14 +36,6 @@ from autoshard.scores import VIEWS
 aten = torch.ops.aten
 
 GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
-
-#: Tokens that the routing is run for where their number is free: enough that no two of its results
-#: are equal by chance.
-TOKENS = 5
-
-
-class Unfit(Exception):
-    """Why what looks like a mixture of experts is left as it is."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,12 @@ class FuseExperts(Pass):
             return program
         program.unfused = []
         for node in list(program.graph.nodes):
-            if node.op == "call_function" and node.users and is_routed(node):
+            if node.op != "call_function" or not node.users:
+                continue
+            routing = _Block if is_routed(node) else Loop if begins_loop(node) else None
+            if routing is not None:
                 try:
-                    _Block(program, node).fuse()
+                    routing(program, node).fuse()
                 except Unfit as error:
                     place = module_path(node) or "the model"
                     program.unfused.append(f"{place}: {error}")
@@ -72,12 +66,6 @@ class FuseExperts(Pass):
         )
         program.graph_module.recompile()
         return program
-
-
-def shape_of(node: fx.Node) -> tuple[Any, ...]:
-    """The shape of a tensor; of anything else, that of a number."""
-    value = node.meta.get("val")
-    return tuple(map(expression, value.shape)) if isinstance(value, torch.Tensor) else ()
 
 
 def is_routed(node: fx.Node) -> bool:
@@ -91,7 +79,7 @@ def _chosen(node: fx.Node) -> int | None:
     """Which operand of a product is ``weights[ids]``, an expert's for every row."""
     for at in (0, 1):
         arg = node.args[at]
-        if isinstance(arg, fx.Node) and _lookup(_unturned(arg)) is not None:
+        if isinstance(arg, fx.Node) and lookup(_unturned(arg)) is not None:
             return at
     return None
 
@@ -102,32 +90,11 @@ def _unturned(node: fx.Node) -> fx.Node:
     return node
 
 
-def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(x, i) of ``x[i]`` with a vector of integers."""
-    if op_name(node.target) == "index":
-        indices = node.args[1]
-        if len(indices) != 1 or indices[0] is None:
-            return None
-        x, i = node.args[0], indices[0]
-    elif op_name(node.target) == "index_select" and argument(node, 1, "dim") == 0:
-        x, i = node.args[0], node.args[2]
-    else:
-        return None
-    value = i.meta["val"]
-    return (x, i) if value.ndim == 1 and value.dtype in (torch.int64, torch.int32) else None
-
-
 @dataclass
-class _Block:
-    """One mixture of experts, found from a product inside it."""
+class _Block(Routing):
+    """A mixture of experts with sorted rows or chosen weights; ``at`` is a product inside it."""
 
-    program: Program
-    at: fx.Node
-    ids: fx.Node = None  # type: ignore[assignment]  # [t, k]: of every token its experts
-    count: int = 0  # of experts
-    roles: dict[fx.Node, str] = field(default_factory=dict)
     rows: Any = None  # how many: t k
-    k: int = 0  # experts of a token
 
     def fuse(self) -> None:
         self._find_routing()
@@ -143,7 +110,7 @@ class _Block:
             weight, of = self.at.args[1], argument(self.at, 2, "offs")
         else:
             where = _chosen(self.at)
-            weight, of = _lookup(_unturned(self.at.args[where]))  # type: ignore[misc, index]
+            weight, of = lookup(_unturned(self.at.args[where]))  # type: ignore[misc, index]
         self.count, self.rows = weight.meta["val"].shape[0], shape_of(self.at)[0]
         if not isinstance(of, fx.Node) or not isinstance(self.count, int):
             raise Unfit("experts of a number that is not known")
@@ -153,7 +120,7 @@ class _Block:
             self.ids = self.ids.args[0]
         if len(shape_of(self.ids)) < 2:
             raise Unfit("tokens that do not all have the same number of experts")
-        self._classify()
+        self.classify()
         if self.roles.get(of) not in ("offsets", "ids", "sorted"):
             raise Unfit("an order of tokens that is not by expert")
 
@@ -166,70 +133,6 @@ class _Block:
             if op_name(node.target) in VIEWS and shape_of(node) == (self.rows,):
                 return node
         raise Unfit("experts that are not chosen by index")
-
-    def _classify(self) -> None:
-        """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
-        sizes = {symbol: TOKENS + 2 * n for n, symbol in enumerate(self.program.hints)}
-        shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
-        generator = torch.Generator().manual_seed(0)
-        env: dict[fx.Node, Any] = {self.ids: torch.randint(self.count, shape, generator=generator)}
-        stack, seen = list(self.ids.users), set[fx.Node]()
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
-        while stack:
-            stack.sort(key=order.__getitem__, reverse=True)
-            node = stack.pop()
-            if node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            others = [n for n in node.all_input_nodes if n not in env]
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                continue
-            if others:
-                needed = ancestors(others)
-                if not depends_on_sizes_only(self.program, needed):
-                    continue
-                known = evaluate(self.program, needed, sizes)
-                if known is None:
-                    continue
-                env |= known
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            try:
-                env[node] = node.target(*args, **kwargs)
-            except Exception:  # an op that does not run alone is no part of a routing
-                continue
-            stack.extend(node.users)
-        self.k = shape[-1]
-        self._name_roles(env, env[self.ids].reshape(-1), self.k)
-
-    def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
-        n = len(flat)
-        found = {v: x for v, x in env.items() if isinstance(x, torch.Tensor)}
-        places, in_order = torch.arange(n), flat.sort().values
-        counts = torch.bincount(flat, minlength=self.count)
-        orders = [
-            x
-            for x in found.values()
-            if x.shape == (n,)
-            and torch.equal(x.sort().values, places)
-            and torch.equal(flat[x.long()], in_order)
-        ]
-        order = orders[0] if orders else None
-        known: dict[str, torch.Tensor] = {
-            "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
-            "offsets": counts.cumsum(0),
-        }  # fmt: skip
-        if order is not None:
-            known |= {
-                "order": order,
-                "token": order // k,
-                "slot": order % k,
-                "inverse": order.argsort(),
-            }
-        for node, value in found.items():
-            for role in ("order", "token", "slot", "inverse", *known):
-                same = role in known and value.shape == known[role].shape
-                if same and torch.equal(value.double(), known[role].double()):
-                    self.roles.setdefault(node, role)
 
     # where experts end
 
@@ -257,10 +160,10 @@ class _Block:
         if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
             if self.roles.get(user.args[2]) not in ("token", "repeated"):
                 return None
-            if not _is_zero(user.args[0]):
+            if not is_zero(user.args[0]):
                 return None
             return node, user
-        rows, looked = node, _lookup(user)
+        rows, looked = node, lookup(user)
         if looked is not None and looked[0] is node and self.roles.get(looked[1]) == "inverse":
             following = [u for u in user.users if is_tensor(u)]
             if len(following) != 1:
@@ -328,20 +231,20 @@ class _Block:
         )
 
     def _leaf(self, node: fx.Node) -> tuple[str, Any] | None:
-        kind, looked = op_name(node.target), _lookup(node)
+        kind, looked = op_name(node.target), lookup(node)
         if looked is not None:
             source, role = looked[0], self.roles.get(looked[1])
             if role in ("token", "repeated") and len(shape_of(source)) == 2:
                 return "rows", source
             if role == "order" and len(shape_of(source)) == 1:
-                return "scalar", self._by_token(source)
+                return "scalar", self.by_token(source)
             if role in ("sorted", "ids"):
                 return "table", source
             if role == "inverse":
                 raise Unfit("rows that change their order twice")
         pair = [self.roles.get(i) for i in node.args[1]] if kind == "index" else []
         known = pair in (["token", "slot"], ["repeated", "place"])
-        if known and shape_of(node.args[0]) == self._token_shape:
+        if known and shape_of(node.args[0]) == self.token_shape:
             return "scalar", node.args[0]
         repeats = kind == "repeat_interleave" and node.args[1] == self.k
         if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
@@ -349,20 +252,8 @@ class _Block:
         shape = shape_of(node)
         column = shape[:1] == (self.rows,) and set(shape[1:]) <= {1}
         if kind in VIEWS and column and not self._has_rows(node.args[0]) and not self.sorted_rows:
-            return "scalar", self._by_token(node)
+            return "scalar", self.by_token(node)
         return None
-
-    def _by_token(self, node: fx.Node) -> fx.Node:
-        """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""
-        wide, shape = node, self._token_shape
-        while op_name(wide.target) in VIEWS and shape_of(wide) != shape:
-            wide = wide.args[0]
-        return wide if shape_of(wide) == shape else node
-
-    @property
-    def _token_shape(self) -> tuple[Any, ...]:
-        *lead, k = shape_of(self.ids)
-        return (math.prod(lead), k)
 
     # the new nodes
 
@@ -377,44 +268,22 @@ class _Block:
         source = next(s for kind, s in leaves.values() if kind == "rows")
         scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
         late = max([source, self.ids, *scalars], key=order.__getitem__)
-        with self._after(late):
-            made = self._dispatch(source, scalars)
+        with self.after(late):
+            made = self.dispatch(source, scalars)
         early = [n for n in inner if order[n] < order[late]]
         for node in sorted(early, key=order.__getitem__, reverse=True):
             made["plan"].append(node)
         for node in sorted(own, key=order.__getitem__):
-            with self._before(node):
+            with self.before(node):
                 self._moved(node, leaves.get(node), made)
         tokens = sums.meta["val"]
-        with self._before(sums):
+        with self.before(sums):
             plan = made["plan"]
             value = end.meta["val"].new_empty(tokens.shape)
-            new = self._call(experts.combine, end, plan, value=value)
+            new = self.call(experts.combine, end, plan, value=value)
             if value.dtype != tokens.dtype:
-                new = self._call(aten.to.dtype, new, tokens.dtype)
+                new = self.call(aten.to.dtype, new, tokens.dtype)
         sums.replace_all_uses_with(new)
-
-    def _dispatch(self, source: fx.Node, scalars: list[fx.Node]) -> dict[Any, fx.Node]:
-        ids, given = self.ids, []
-        if len(shape_of(ids)) > 2:
-            ids = self._call(aten.reshape.default, ids, [-1, self.k])
-        for scalar in scalars:
-            if shape_of(scalar) != shape_of(ids):
-                scalar = self._call(aten.reshape.default, scalar, [-1, self.k])
-            given.append(scalar)
-        x = source.meta["val"]
-        rows = x.new_empty([ids.meta["val"].shape[0] * self.k, x.shape[1]])
-        values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
-        ends = x.new_empty([self.count], dtype=torch.int32)
-        whole = self._call(
-            experts.dispatch, source, ids, given, self.count, value=(*values, ends, None)
-        )
-        parts = [
-            self._call(operator.getitem, whole, i, value=v) for i, v in enumerate((*values, ends))
-        ]
-        plan = self._call(operator.getitem, whole, len(parts), value=None)
-        made: dict[Any, fx.Node] = dict(zip(scalars, parts[1:-1], strict=True))
-        return made | {"rows": parts[0], "ends": parts[-1], "plan": plan}
 
     def _moved(self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node]) -> None:
         """Put a node's counterpart on rows sorted by expert in its place."""
@@ -425,18 +294,18 @@ class _Block:
             elif kind == "scalar":
                 new = made[source]
                 for _ in shape_of(node)[1:]:
-                    new = self._call(aten.unsqueeze.default, new, -1)
+                    new = self.call(aten.unsqueeze.default, new, -1)
                 node.replace_all_uses_with(
                     new, delete_user_cb=lambda u: u.target is not experts.dispatch
                 )
             else:
                 value = node.meta["val"]
-                new = self._call(expert_rows, source, made["ends"], made["plan"], value=value)
+                new = self.call(expert_rows, source, made["ends"], made["plan"], value=value)
                 node.replace_all_uses_with(new)
         elif op_name(node.target) in GROUPED:
             x, weight = node.args[:2]
             value = node.meta["val"]
-            new = self._call(grouped_product, x, weight, made["ends"], value=value)
+            new = self.call(grouped_product, x, weight, made["ends"], value=value)
             node.replace_all_uses_with(new)
         elif op_name(node.target) in ("bmm", "matmul") and (at := _chosen(node)) is not None:
             self._grouped(node, at, made)
@@ -446,50 +315,18 @@ class _Block:
         chosen, other = node.args[at], node.args[1 - at]
         weight = self._whole(chosen)
         if at == 0:  # w[o, i] x[i, 1]
-            weight = self._call(aten.transpose.int, weight, 1, 2)
-        row = self._call(aten.squeeze.dim, other, 2 if at == 0 else 1)
+            weight = self.call(aten.transpose.int, weight, 1, 2)
+        row = self.call(aten.squeeze.dim, other, 2 if at == 0 else 1)
         x, w = row.meta["val"], weight.meta["val"]
         value = x.new_empty([x.shape[0], w.shape[2]])
-        product = self._call(grouped_product, row, weight, made["ends"], value=value)
-        new = self._call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
+        product = self.call(grouped_product, row, weight, made["ends"], value=value)
+        new = self.call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
         node.replace_all_uses_with(new)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The weights of all experts, turned as those of a row are."""
-        looked = _lookup(node)
+        looked = lookup(node)
         if looked is not None:
             return looked[0]
         inner = self._whole(node.args[0])
-        return self._call(node.target, inner, *node.args[1:], **node.kwargs)
-
-    @contextmanager
-    def _before(self, node: fx.Node) -> Iterator[None]:
-        self.at = node
-        with self.program.graph.inserting_before(node):
-            yield
-
-    @contextmanager
-    def _after(self, node: fx.Node) -> Iterator[None]:
-        while node.next.op == "placeholder" or (
-            node.next.target is operator.getitem and node.next.args[0] is node
-        ):
-            node = node.next
-        with self._before(node.next):
-            yield
-
-    def _call(self, target: Any, *args: Any, value: Any = ..., **kwargs: Any) -> fx.Node:
-        new = self.program.graph.call_function(target, args, kwargs)
-        copied = ("nn_module_stack", "stack_trace")
-        new.meta.update({key: self.at.meta[key] for key in copied if key in self.at.meta})
-        if value is ...:
-            given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            value = target(*given, **named)
-        new.meta["val"] = value
-        return new
-
-
-def _is_zero(node: fx.Node) -> bool:
-    kind = op_name(node.target)
-    return kind in ("zeros", "zeros_like", "new_zeros") or (
-        kind in ("full", "full_like", "new_full") and argument(node, -1, "fill_value") == 0
-    )
+        return self.call(node.target, inner, *node.args[1:], **node.kwargs)
