@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from autoshard import experts
+from autoshard.masks import ancestors
+from autoshard.program import tensor_results
 from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
@@ -27,7 +29,7 @@ aten = torch.ops.aten
 #: Ops that neither mix rows nor have parameters that could be any expert's.
 PLAIN = frozenset(
     """unsqueeze squeeze chunk split split_with_sizes slice select to _to_copy clone contiguous
-    dropout softmax getitem detach""".split()
+    dropout getitem detach""".split()
 )
 
 
@@ -53,10 +55,11 @@ def _choices(ids: fx.Node) -> int | None:
 
 @dataclass
 class Loop(Routing):
-    """``at``: where the loop over experts begins. ``sums[e]``: where rows of expert e are added to
-    the tokens; ``stacked``: what is of one expert each, by the nodes of all."""
+    """``at``: where the loop over experts begins. ``sums[e]``: where the rows ``ends[e]`` of expert
+    e are added to the tokens; ``stacked``: what is of one expert each, by the nodes of all."""
 
-    sums: list[fx.Node] = field(default_factory=list)
+    sums: tuple[fx.Node, ...] = ()
+    ends: tuple[fx.Node, ...] = ()
     stacked: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
     _rowed: dict[fx.Node, bool] = field(default_factory=dict)
 
@@ -65,22 +68,22 @@ class Loop(Routing):
         self.ids, self.count = ids, _choices(ids) or 0
         self.classify()
         self._find_sums()
-        ends = tuple(node.args[3] for node in self.sums)
         pairs: dict[fx.Node, Any] = {}
-        self._match(ends, pairs)
-        self._rewrite(ends[0], pairs)
+        self._match(self.ends, pairs)
+        self._rewrite(self.ends[0], pairs)
 
     def _find_sums(self) -> None:
         """Every expert's, in a row that begins with zeros."""
-        found = {}
+        found: dict[int, tuple[fx.Node, fx.Node]] = {}
         for node, role in self.roles.items():
             if isinstance(role, tuple) and role[0] == "tokens":
                 for user in node.users:
-                    if op_name(user.target) == "index_add" and user.args[2] is node:
-                        found[role[1]] = user
+                    rows = _added(user, node)
+                    if rows is not None:
+                        found[role[1]] = user, rows
         if set(found) != set(range(self.count)):
             raise Unfit(f"a loop that adds up the tokens of {len(found)} of {self.count} experts")
-        self.sums = [found[e] for e in range(self.count)]
+        self.sums, self.ends = zip(*(found[e] for e in range(self.count)), strict=True)
         into = [node.args[0] for node in self.sums]
         first = [node for node in into if is_zero(node)]
         if len(first) != 1 or {*into} - {*first} != {*into} & {*self.sums}:
@@ -104,6 +107,8 @@ class Loop(Routing):
             pairs[first] = ("all", nodes)
             if not self._depends(first):
                 continue  # parameters, or made of those: stacked as they are
+            if any(v.shape[:1] != self._rows_of_first for v in tensor_results(first)):
+                raise Unfit(f"{op_name(first.target)} of experts whose result has other rows")
             if any(node.target is not first.target for node in nodes):
                 raise Unfit("experts that compute different things")
             texts = {str(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in nodes}
@@ -114,10 +119,17 @@ class Loop(Routing):
             for each in zip(*(_inputs(node) for node in nodes), strict=True):
                 stack.append(each)
 
+    @property
+    def _rows_of_first(self) -> Any:
+        return self.ends[0].meta["val"].shape[:1]
+
     def _leaf(self, node: fx.Node, expert: int) -> tuple[str, fx.Node] | None:
-        looked = lookup(node)
+        looked = _selected(node)
         if looked is not None and self.roles.get(looked[1]) == ("tokens", expert):
-            if len(shape_of(looked[0])) != 2 or looked[0] in self.roles:
+            shape = shape_of(looked[0])
+            if len(shape) == 1 or shape[1:] == (1,):
+                return "scalar", self._weights(looked[0], expert)
+            if len(shape) != 2 or self.ids in ancestors([looked[0]]):
                 raise Unfit("rows that are not made of tokens")
             return "rows", looked[0]
         if op_name(node.target) == "index" and len(node.args[1]) == 2:
@@ -128,6 +140,37 @@ class Loop(Routing):
                     raise Unfit("numbers that are not one for each expert of a token")
                 return "scalar", source
         return None
+
+    def _weights(self, node: fx.Node, expert: int) -> fx.Node:
+        """[t, k], of which the node has for every token the number that belongs to an expert."""
+        needed: dict[fx.Node, None] = {}
+        sources: dict[fx.Node, None] = {}
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each in self.known or each in needed or each in sources:
+                continue
+            if shape_of(each) == self.token_shape and self.ids not in ancestors([each]):
+                sources[each] = None
+            elif each.op != "call_function":
+                break
+            else:
+                needed[each] = None
+                stack += each.all_input_nodes
+        chosen = self.known[self.ids]
+        trial = torch.linspace(1, 2, chosen.numel()).view(chosen.shape)
+        env = self.known | dict.fromkeys(sources, trial)
+        wanted = (trial * (chosen == expert)).sum(-1)
+        try:
+            for each in (n for n in ancestors([node]) if n in needed):
+                args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
+                env[each] = each.target(*args, **kwargs)
+            same = torch.allclose(env[node].view(-1), wanted)
+        except Exception:  # it cannot be run: nothing is known of it
+            same = False
+        if not same or len(sources) != 1:
+            raise Unfit("numbers of tokens that are not one for each of their experts")
+        return next(iter(sources))
 
     def _depends(self, node: fx.Node) -> bool:
         """Whether a node of the first expert is computed from its tokens."""
@@ -219,6 +262,30 @@ class Loop(Routing):
         if nodes not in self.stacked:
             self.stacked[nodes] = self.call(aten.stack.default, list(nodes))
         return self.stacked[nodes]
+
+
+def _selected(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, i) of ``x[i]``, with positions or a mask."""
+    if op_name(node.target) == "index" and len(node.args[1]) == 1 and node.args[1][0] is not None:
+        return node.args[0], node.args[1][0]
+    return lookup(node)
+
+
+def _added(node: fx.Node, tokens: fx.Node) -> fx.Node | None:
+    """The rows that a node adds to some tokens of its first argument; None where it does not."""
+    if op_name(node.target) == "index_add" and node.args[2] is tokens:
+        plain = argument(node, 1, "dim") == 0 and argument(node, 4, "alpha", 1) == 1
+        return node.args[3] if plain else None
+    if op_name(node.target) != "index_put" or list(node.args[1]) != [tokens]:
+        return None
+    rows = node.args[2]
+    if argument(node, 3, "accumulate", False):
+        return rows
+    if op_name(rows.target) != "add" or len(rows.args) != 2 or rows.kwargs:
+        return None
+    before = [a for a in rows.args if is_tensor(a) and _selected(a) == (node.args[0], tokens)]
+    others = [a for a in rows.args if a not in before]
+    return others[0] if len(before) == len(others) == 1 else None
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

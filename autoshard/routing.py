@@ -68,7 +68,7 @@ class Routing:
     """The routing of one mixture of experts, found from the node ``at`` inside it.
 
     ids: ``[t, k]``, of every token its experts; count: of experts; k: experts of a token; roles: of
-    the nodes computed from them, by what they are.
+    the nodes computed from them, by what they are; known: their values in a trial.
     """
 
     program: Program
@@ -77,6 +77,7 @@ class Routing:
     count: int = 0
     k: int = 0
     roles: dict[fx.Node, Any] = field(default_factory=dict)
+    known: dict[fx.Node, Any] = field(default_factory=dict)
 
     def classify(self) -> None:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
@@ -109,7 +110,7 @@ class Routing:
             except Exception:  # an op that does not run alone is no part of a routing
                 continue
             stack.extend(node.users)
-        self.k = shape[-1]
+        self.k, self.known = shape[-1], env
         self._name_roles(env, env[self.ids].reshape(-1), self.k)
 
     def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
@@ -148,14 +149,14 @@ class Routing:
         for expert in range(self.count):
             by_token = (flat == expert).nonzero()[:, 0]
             by_slot = by_token[(by_token % k).argsort(stable=True)]
+            has = (flat == expert).view(-1, k).any(1)
             for node, value in found.items():
-                if node in self.roles or value.shape != by_token.shape or value.ndim != 1:
+                if node in self.roles or value.ndim != 1:
                     continue
-                for own in (by_token, by_slot):
-                    if torch.equal(value, own // k):
-                        self.roles.setdefault(node, ("tokens", expert))
-                    elif torch.equal(value, own % k):
-                        self.roles.setdefault(node, ("slots", expert))
+                if any(torch.equal(value, x) for x in (by_token // k, by_slot // k, has)):
+                    self.roles[node] = ("tokens", expert)
+                elif any(torch.equal(value, x % k) for x in (by_token, by_slot)):
+                    self.roles[node] = ("slots", expert)
 
     def by_token(self, node: fx.Node) -> fx.Node:
         """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""

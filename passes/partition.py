@@ -298,7 +298,7 @@ class Partitioner(Converter):
         known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
-            known = rule_for(self.source.target) is not None
+            known, unfused = rule_for(self.source.target) is not None, self.program.unfused
             raise ShardingError(
                 message(
                     f"{op_name(self.source.target)} {module_path(self.source)}",
@@ -307,7 +307,8 @@ class Partitioner(Converter):
                     "this op mixes rows of the batch, and a data rank holds its own rows only"
                     if known
                     else "this op has no rule, so it is taken to need the whole batch at once",
-                    "drop the data axes, or write it with other ops",
+                    "drop the data axes, or write it with other ops"
+                    + "".join(f"; experts are not recognised in {why}" for why in unfused[:1]),
                 )
             )
 

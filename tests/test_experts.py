@@ -13,19 +13,21 @@ import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
+from compare import difference, differences
 from expert_jobs import CASES
 from torch import nn
 from zoo import batch, tiny
 
 from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
+from autoshard.errors import CaptureError, ShardingError
 from autoshard.runtime.experts import to_experts
 from passes import chain
 from passes.fuse_experts import FuseExperts
 
 assert transformers.integrations.moe
 
-SIZES = {"dp": 4}
+SIZES = {"dp": 2, "ep": 2}
 JOBS = {
     f"{ranks} {name}": (jobs.experts_on_ranks, ranks, name) for ranks in (2, 4) for name in CASES
 }
@@ -47,6 +49,9 @@ def assert_part(found: dict, case: jobs.Case, ranks: int, rank: int) -> None:
     for name, wanted in jobs.part(given | exact, case, ranks, rank).items():
         if name in exact:
             assert_near(found[name], wanted, f"{name} of rank {rank} of {ranks}")
+
+
+JOBS["train"] = (gloo.train, "mixtral")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,6 +79,19 @@ def test_experts_on_processes(ranks, count, name):
         assert_part(found, CASES[name], count, rank % count)
 
 
+def test_training_on_processes(ranks):
+    """Two steps of AdamW, ZeRO and clipping."""
+    wanted = gloo.train_alone("mixtral")
+    for rank, every in enumerate(ranks):
+        found = every["train"]
+        assert not isinstance(found, str), found
+        for key in ("loss", "norm"):
+            wrong = [difference(a, b) for a, b in zip(found[key], wanted[key], strict=True)]
+            assert wrong == ["", ""], f"rank {rank}: {key}"
+        for key in ("gradients", "state"):
+            assert differences(found[key], wanted[key]) == {}, f"rank {rank}"
+
+
 # --- models on meshes, in one process ---
 
 
@@ -84,6 +102,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.form, self.k, self.experts = form, k, experts
         self.router = nn.Linear(width, experts, bias=False)
+        loops = experts if form in ("chosen_first", "masked") else 0
+        self.each = nn.ModuleList(feed_forward(width, inner) for _ in range(loops))
         self.up = nn.Parameter(torch.randn(experts, width, inner) / 4)
         self.down = nn.Parameter(torch.randn(experts, inner, width) / 4)
 
@@ -111,12 +131,33 @@ class Mixture(nn.Module):
         out = torch.bmm(inner, self.down[experts]).squeeze(1) * weights.reshape(-1, 1)
         return out.view(-1, self.k, tokens.shape[-1]).sum(1)
 
+    def chosen_first(self, tokens, weights, chosen):
+        """A loop over experts: positions of their tokens."""
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            token, slot = torch.where(chosen == e)
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return out
+
+    def masked(self, tokens, weights, chosen):
+        """A loop over experts: masks of their tokens."""
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            mask = chosen == e
+            own = mask.any(-1)
+            out[own] += expert(tokens[own]) * (weights * mask).sum(-1)[own, None]
+        return out
+
     def everywhere(self, tokens, weights, chosen):
         """Every expert computes every token."""
         given = torch.zeros(tokens.shape[0], self.experts, dtype=weights.dtype)
         given = given.scatter(1, chosen, weights)
         inner = F.gelu(torch.einsum("td,edh->teh", tokens, self.up))
         return torch.einsum("teh,ehd,te->td", inner, self.down, given)
+
+
+def feed_forward(width: int, inner: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
 
 class Model(nn.Module):
@@ -190,12 +231,28 @@ def test_batched_products(kind):
     assert ways(report) == 2
 
 
-@pytest.mark.parametrize("form", ["added", "looked_up"])
+@pytest.mark.parametrize("form", ["added", "looked_up", "chosen_first", "masked"])
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2", "dp=2,ep=2"])
 def test_written_by_hand(form, mesh):
     report = verify(Model(form), mesh, tokens(), steps=2)
     assert report.ok, report
     assert ways(report) == 1
+
+
+def test_a_loop_over_experts_that_mix_tokens():
+    """It is said which op inside experts stands in the way."""
+    model = Model("chosen_first")
+    for expert in model.mixture.each:
+        expert[1] = nn.Softmax(0)
+    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_a_loop_that_cannot_be_captured():
+    model = tiny("mixtral")
+    model.config._experts_implementation = "eager"
+    with pytest.raises(CaptureError, match='_experts_implementation = "grouped_mm"'):
+        verify(model, "ep=2", batch(), steps=1)
 
 
 def test_experts_that_compute_every_token():
