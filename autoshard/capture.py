@@ -294,13 +294,15 @@ def _failed(model: nn.Module, error: Exception) -> CaptureError:
     path, place = _where(model, error)
     reason = str(error).strip().split("\n\n")[0]
     on_data = isinstance(error, (*UNDECIDABLE, GuardOnDataDependentSymNode))
+    loops = getattr(getattr(model, "config", None), "_experts_implementation", "") == "eager"
+    instead = ', or set model.config._experts_implementation = "grouped_mm"' if loops else ""
     return CaptureError(
         message(
             f"{type(model).__name__}{'.' if path else ''}{path}",
             "the captured graph",
             f"{type(error).__name__}: {reason[:600]}",
             f"torch.export could not trace the model{place}",
-            "rewrite that line without Python control flow that depends on data"
+            "rewrite that line without Python control flow that depends on data" + instead
             if on_data
             else "see that the model runs on these inputs alone; then write that line in torch ops",
         )

@@ -75,6 +75,7 @@ TABLE = {
     "shard": Kind("I", "S", "slice", "gather"),
     "shard_replicated": Kind("R", "S", "slice", "unslice"),
     "invariant": Kind("R", "I", "identity", "first"),
+    "once": Kind("R", "P", "first", "first"),
     "all_to_all": Kind("S", "S", "exchange", "exchange_back"),
     "halo": Kind("S", "S", "fetch", "fetch_back"),
 }

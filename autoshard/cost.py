@@ -25,6 +25,8 @@ WIRE = {
     "wait_gather": ("", "reduce_scatter"),
     "sum_gradients": ("", "all_reduce"),
     "ring_attention": ("ring", "ring_back"),
+    "to_experts": ("all_to_all", "all_to_all"),
+    "to_tokens": ("all_to_all", "all_to_all"),
 }
 
 

@@ -26,6 +26,7 @@ from autoshard.program import Parameter, Program
 from autoshard.runtime import checks, gather, optimizers, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
+from autoshard.runtime.experts import to_experts, to_tokens
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -34,6 +35,8 @@ LINKED = {
     collectives.local_places,
     ring_attention,
     gathered_attention,
+    to_experts,
+    to_tokens,
     *collectives.LOCAL,
     rng.draw,
     *zero.CALLS,

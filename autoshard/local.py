@@ -59,7 +59,8 @@ class Local:
             value = self.read[node]
             wanted = self.p.wanted(value, self.modes)
             if node in self.typing.as_is:
-                wanted |= {m: value.layout[m] for m in self.p.batch_axes}
+                own = {m for m, s in value.layout.items() if getattr(s, "role", "") == "ragged"}
+                wanted |= {m: value.layout[m] for m in own.union(self.p.batch_axes)}
             return self.p.convert(value, wanted)
         return self.p._raw(node)
 
@@ -86,6 +87,14 @@ class Local:
         sizes = [[self.p.local_expression(d, layout) for d in v.dims] for v in values]
         numel = sum(math.prod(each, start=1) for each in sizes)
         self.p.note("ring_attention", node, values[0], node.args[1], numel)
+
+    def note_rows(
+        self, kind: str, node: fx.Node, value: Value, over: tuple[str, ...], sizes: list[Any]
+    ) -> None:
+        """Put rows of these dimensions, that travel to experts or back, into the tables."""
+        layout = dict(self.modes)
+        each = [math.prod(self.p.local_expression(d, layout) for d in dims) for dims in sizes]
+        self.p.note(kind, node, value, over, sum(each))
 
     def value(self, position: int) -> fx.Node:
         return self._node(self.node.args[position])
@@ -155,8 +164,11 @@ class Local:
 
     def shape(self) -> list[Any]:
         """The result's local shape, as a literal."""
-        layout = self.layout()
-        return list(self.p.sizes_of(self.outs[0], layout))
+        layout, dims = self.layout(), list(self.outs[0])
+        ragged = [i for i, d in enumerate(dims) if any(a.role == "ragged" for a in leaves(d))]
+        known = tuple(() if i in ragged else d for i, d in enumerate(dims))
+        sizes = list(self.p.sizes_of(known, layout))
+        return [-1 if i in ragged else size for i, size in enumerate(sizes)]
 
     def size(self, dim: Dim) -> Any:
         return self.p.size(dim, self._modes_layout())

@@ -124,6 +124,9 @@ class Program:
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unfused: list[str] = field(
+        default_factory=list
+    )  # mixtures of experts left as they are, and why
     left: dict[Axis, str] = field(default_factory=dict)  # axes that no strategy cuts, and why
     log: list[tuple[str, str, float]] = field(default_factory=list)  # pass, what it did, seconds
 

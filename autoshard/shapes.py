@@ -18,6 +18,7 @@ from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
 from autoshard.runtime import gather, rng, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
+from autoshard.runtime.experts import balanced, to_experts, to_tokens
 
 
 class Misfit(Exception):
@@ -131,6 +132,8 @@ class _Sizes:
         if axis.parts is not None:
             found = [self.of(part) for part in axis.parts]
             return None if None in found else sum(found)  # type: ignore[arg-type]
+        if axis.role == "ragged":
+            return None  # the data tell
         by = cut_axes(self.layout, axis)
         size = axis.size
         if not isinstance(size, int):
@@ -165,6 +168,10 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
         return args[0]
     if target in (ring_attention, gathered_attention):
         return args[0].new_empty(*args[0].shape[:3], args[3].shape[3])
+    if target is to_experts:
+        return balanced(args[0], Link.of(mesh, 0, args[1]) if args[1] else None, *args[2:])
+    if target is to_tokens:
+        return args[0].new_empty(len(args[2].order) // args[2].k, *args[0].shape[1:])
     if target is rng.draw and args[0] is rng.number:
         return 0
     if target in LOCAL:

@@ -7,6 +7,7 @@ padded or sent, which makes this an oracle for the real ones. One autograd graph
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from autoshard import collectives
 from autoshard.attention import Attention
 from autoshard.collectives import KINDS, PRIMITIVES, Link, windows
 from autoshard.emit import LINKED
+from autoshard.layout import piece_bounds
 from autoshard.mesh import SubMesh
 from autoshard.outline import Run, runs
 from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
+from autoshard.runtime.experts import to_experts, to_tokens
 
 
 class _Lockstep(torch.autograd.Function):
@@ -252,6 +255,8 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
         return [list(flat[r * count : (r + 1) * count]) for r in range(len(own))]
     if node.target in (ring_attention, gathered_attention):
         return _attention(node, mesh, [args for args, _ in calls], units)
+    if node.target in (to_experts, to_tokens):
+        return _experts(node, mesh, [args for args, _ in calls])
     if node.target in LINKED and node.args[1]:
         axes = node.args[1]
         links = [Link.of(mesh, r, axes) for r in range(len(env))]
@@ -307,6 +312,72 @@ def _attention(node: fx.Node, mesh: SubMesh, calls: list[Any], units: Any) -> li
             gathered_attention(args[0], links[r], keys[r], values[r], sinks, vectors, spec, *rest)
         )
     return out
+
+
+@dataclass(eq=False)
+class _Way:
+    """Which slots ``(rank, slot)`` the rows of a rank are, in order, and the ranks of its group."""
+
+    slots: list[tuple[int, int]]
+    group: list[int]
+    k: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.slots)
+
+
+def _experts(node: fx.Node, mesh: SubMesh, calls: list[Any]) -> list[Any]:
+    """Rows of all ranks' tokens to the ranks of their experts, or back, one by one."""
+    axes, out = node.args[1], []
+    for r, args in enumerate(calls):
+        group = mesh.peers(r, axes) if axes else [r]
+        if node.target is to_experts:
+            low, high = piece_bounds(args[4], len(group), group.index(r))
+            out.append(_arrived(r, group, range(low, high), calls))
+        else:
+            out.append(_returned(r, group, calls))
+    return out
+
+
+def _arrived(rank: int, group: list[int], experts: range, calls: list[Any]) -> tuple[Any, ...]:
+    slots, counts = [], []
+    for expert in experts:
+        found = [
+            (p, s)
+            for p in group
+            for s in (calls[p][2].reshape(-1) == expert).nonzero()[:, 0].tolist()
+        ]
+        slots += found
+        counts.append(len(found))
+    k = calls[rank][2].shape[1]
+    several = len(calls[rank][3])
+    rows = [calls[p][0][s // k] for p, s in slots]
+    scalars = [[calls[p][3][i].reshape(-1)[s] for p, s in slots] for i in range(several)]
+    made = [
+        torch.stack(each) if each else like[:0] * 1
+        for each, like in zip(
+            [rows, *scalars],
+            [calls[rank][0], *(x.reshape(-1) for x in calls[rank][3])],
+            strict=True,
+        )
+    ]
+    offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
+    return (*made, offsets, _Way(slots, group, k))
+
+
+def _returned(rank: int, group: list[int], calls: list[Any]) -> torch.Tensor:
+    own = calls[rank][2]
+    found = {
+        slot: (p, i)
+        for p in group
+        for i, (source, slot) in enumerate(calls[p][2].slots)
+        if source == rank
+    }
+    if not found:
+        return calls[rank][0][:0] * 1
+    rows = torch.stack([calls[p][0][i] for p, i in (found[s] for s in range(len(found)))])
+    return rows.unflatten(0, (-1, own.k)).sum(1)
 
 
 def _collective(

@@ -179,6 +179,16 @@ class Writer:
                 both = isinstance(out, int) and isinstance(size, int)
                 out = out + size if both else self.graph.call_function(operator.add, (out, size))
             return out
+        if axis.role == "ragged":
+            raise ShardingError(
+                message(
+                    f"{op_name(self.source.target)} {module_path(self.source)}",
+                    "rows of tokens at their experts",
+                    "as many as the routing of a step sends",
+                    "this op between routing and experts needs their number, or all of them",
+                    "compute on each row by itself, or drop ep and cp from the mesh",
+                )
+            )
         held: Any = self.size_node(axis.size)
         key: tuple[Any, ...] = (axis,)
         for group in levels(layout, axis):

@@ -9,7 +9,9 @@ from autoshard.errors import ShardingError, message
 from passes.canonicalize import Canonicalize
 from passes.context_parallel import MODES, ContextParallel
 from passes.data_parallel import DataParallel
+from passes.expert_parallel import ExpertParallel
 from passes.fuse_attention import FuseAttention
+from passes.fuse_experts import FuseExperts
 from passes.infer_axes import InferAxes
 from passes.partition import Partition
 from passes.recompute import Recompute
@@ -22,11 +24,13 @@ PASSES: dict[str, type[Pass]] = {
     for p in (
         Canonicalize,
         FuseAttention,
+        FuseExperts,
         InferAxes,
         DataParallel,
         TensorParallel,
         ContextParallel,
         SequenceParallel,
+        ExpertParallel,
         Partition,
         Zero,
         Recompute,
@@ -78,6 +82,7 @@ def chain(
     steps: list[Pass] = [
         Canonicalize(),
         FuseAttention(transport),
+        FuseExperts(),
         InferAxes(),
         DataParallel(),
         TensorParallel(strict=strict),
@@ -85,6 +90,7 @@ def chain(
     ]
     if sequence_parallel:
         steps.append(SequenceParallel())
+    steps.append(ExpertParallel())
     steps.append(Partition())
     steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
     if recompute == "block":

@@ -57,13 +57,15 @@ class Partitioner(Converter):
             )
         self.typings = program.typings
         self._positions = False  # of the op that is being rewritten
+        self.modes: dict[fx.Node, dict[str, Any]] = {}  # what each op did, per mesh axis
+        self.moved: dict[fx.Node, dict[str, Axis]] = {}  # and what it cut in place of that
         self.order = {m: program.assigned(m) for m in self.axes}
         #: axes of which the inputs hold this rank's rows only: no rank ever has them whole
         self.rows = {
             id(a.axis): a.axis
             for m in self.batch_axes
             for a in self.order[m]
-            if not isinstance(a.axis.size, int)
+            if not isinstance(a.axis.size, int) and a.axis.role != "ragged"
         }
         self.assigned = {
             m: {id(a.axis): (a.priority, -i) for i, a in enumerate(self.order[m])}
@@ -176,8 +178,11 @@ class Partitioner(Converter):
         read = {n: self.env[n] for n in operands(node)}
         outs = typing.out if isinstance(typing.out, list) else [typing.out]
         modes = self._modes(typing, list(read.values()), outs)
+        if typing.decide is not None:
+            typing.decide(self, node, modes)
         local = Local(self, node, typing, read, modes, outs)
         made = typing.localize(local) if typing.localize else local.default()
+        self.modes[node], self.moved[node] = modes, local.moved
         if isinstance(made, Value):
             return made
         self._positions = self._are_positions(node, list(read.values()), outs)
@@ -293,7 +298,7 @@ class Partitioner(Converter):
         known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
-            known = rule_for(self.source.target) is not None
+            known, unfused = rule_for(self.source.target) is not None, self.program.unfused
             raise ShardingError(
                 message(
                     f"{op_name(self.source.target)} {module_path(self.source)}",
@@ -302,7 +307,8 @@ class Partitioner(Converter):
                     "this op mixes rows of the batch, and a data rank holds its own rows only"
                     if known
                     else "this op has no rule, so it is taken to need the whole batch at once",
-                    "drop the data axes, or write it with other ops",
+                    "drop the data axes, or write it with other ops"
+                    + "".join(f"; experts are not recognised in {why}" for why in unfused[:1]),
                 )
             )
 

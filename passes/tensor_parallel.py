@@ -36,6 +36,10 @@ THRESHOLD = 8
 SMALL = 0.02
 
 
+#: The roles of axes that other strategies cut.
+KEPT = ("batch", "sequence", "experts", "ragged")
+
+
 @dataclass
 class Candidate:
     """An axis that could be cut: ``work`` FLOPs it divides, by op; ``traffic`` bytes its sums
@@ -227,7 +231,7 @@ def candidates(program: Program, nominal: Nominal) -> dict[int, Candidate]:
             continue
         for dim in parameter.dims:
             for axis in atoms(dim):
-                if axis.role not in ("batch", "sequence") and not axis.opaque:
+                if axis.role not in KEPT and not axis.opaque:
                     found.setdefault(id(axis), Candidate(axis))
     made = derived(program)  # values that a gradient flows to
     for node, typing in program.typings.items():

@@ -102,11 +102,17 @@ def _rank(rank: int, world: int, sizes: dict[str, int], jobs: dict[str, tuple], 
 
 def local_rows(mesh, inputs: dict[str, torch.Tensor], sizes=None) -> dict[str, torch.Tensor]:
     """This data rank's rows of the global batch, in equal parts or in parts of the sizes given."""
-    if "dp" not in mesh.mesh_dim_names:
+    over = [axis for axis in ("dp", "ep") if axis in mesh.mesh_dim_names]
+    if not over:
         return inputs
-    rows, ranks = len(next(iter(inputs.values()))), mesh["dp"].size()
+    rows, ranks, rank = len(next(iter(inputs.values()))), 1, 0
+    for axis in over:
+        ranks, rank = (
+            ranks * mesh[axis].size(),
+            rank * mesh[axis].size() + mesh.get_local_rank(axis),
+        )
     sizes = sizes or [rows // ranks] * ranks
-    return {k: v.split(sizes)[mesh.get_local_rank("dp")] for k, v in inputs.items()}
+    return {k: v.split(sizes)[rank] for k, v in inputs.items()}
 
 
 def shard(mesh, model, inputs, **options):

@@ -446,7 +446,7 @@ def test_unknown_tables_and_formats_are_refused():
 def test_the_passes_table_says_what_each_pass_changed():
     module = sharded("dp=2,tp=2")
     names = [r["pass"] for r in rows(module, "passes")]
-    first = ["canonicalize", "fuse_attention", "infer_axes", "data_parallel"]
+    first = ["canonicalize", "fuse_attention", "fuse_experts", "infer_axes"]
     assert names[:4] == first
     assert names[-3:] == ["partition", "zero(stage=0)", "all"]
     assert "assignments 0 -> 1" in row(module, "passes", **{"pass": "data_parallel"})["changed"]

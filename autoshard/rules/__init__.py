@@ -11,6 +11,7 @@ from autoshard.rules import (
     attention,
     contraction,
     elementwise,
+    experts,
     factory,
     indexing,
     loss,
@@ -19,7 +20,17 @@ from autoshard.rules import (
 )
 from autoshard.rules.core import Rule, Typer, Typing, Window
 
-FAMILIES = (elementwise, view, contraction, reduction, indexing, attention, loss, factory)
+FAMILIES = (
+    elementwise,
+    view,
+    contraction,
+    reduction,
+    indexing,
+    attention,
+    experts,
+    loss,
+    factory,
+)
 
 
 def _table() -> dict[str, Rule]:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autoshard import collectives
+from autoshard.axes import leaves
 from autoshard.rules.core import (
     Dim,
     Dims,
@@ -106,11 +107,24 @@ def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str
     return operands, [*hidden, *sorted(c for c in set(plain) if plain.count(c) == 1)]
 
 
+def of_experts(x: Dims, weight: Dims, offsets: Dims) -> bool:
+    """Whether rows are those that a dispatch has sorted: their experts are then the weight's."""
+    axes = leaves(x[0])
+    if not axes or axes[-1].role != "ragged":
+        return False
+    unify(offsets[0], weight[0])
+    return True
+
+
 def grouped_mm(t: Typer, node: fx.Node) -> Typing:
-    """x[tokens, k], weight[experts, k, n], offsets[experts] -> [tokens, n]"""
+    """x[tokens, k], weight[experts, k, n], offsets[experts] -> [tokens, n]; unless a dispatch has
+    sorted them, tokens must be whole"""
     x, weight = t.dims(node.args[0]), t.dims(node.args[1])
     offsets = argument(node, 2, "offs")
     unify(x[-1], weight[-2])
+    if isinstance(offsets, fx.Node) and of_experts(x, weight, t.dims(offsets)):
+        out, flops = (x[0], weight[-1]), _flops(x[0], weight[-1], x[-1])
+        return Typing(out, summed=[x[-1]], flops=flops, as_is=(offsets,))
     whole, own = [x[0], weight[0]], tuple[fx.Node, ...]()
     if isinstance(offsets, fx.Node):
         whole.append(t.dims(offsets)[0])
@@ -227,6 +241,6 @@ RULES = [
     ("addmm", addmm),
     ("matmul mm bmm mv dot", matmul),
     ("einsum", einsum),
-    ("_grouped_mm grouped_mm grouped_mm_fallback", grouped_mm),
+    ("_grouped_mm grouped_mm grouped_mm_fallback grouped_product", grouped_mm),
     ("conv1d conv2d conv3d convolution", convolution),
 ]

@@ -52,6 +52,7 @@ class Typing:
     window: how far along ``apart`` an element reads.
     as_is: operands that speak of this rank's own rows (offsets of its sorted tokens): never reduced
         over the data axes.
+    decide: changes, per mesh axis, what the op does: ``decide(partitioner, node, modes)``.
     """
 
     out: Any
@@ -69,6 +70,7 @@ class Typing:
     as_is: tuple[fx.Node, ...] = ()
     apart: tuple[Dim, ...] = ()
     window: Window | None = None
+    decide: Callable[[Any, fx.Node, dict[str, Any]], None] | None = None
     flops: Any = 0
 
 

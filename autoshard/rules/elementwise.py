@@ -67,7 +67,7 @@ RULES = [
         """pow relu gelu silu sigmoid tanh exp expm1 log log1p log2 sqrt rsqrt reciprocal abs square
         softplus hardtanh hardswish hardsigmoid leaky_relu elu selu mish celu log_sigmoid erf erfc
         sin cos tan sinh cosh asin acos atan atan2 floor ceil round trunc sign clamp clamp_min
-        clamp_max maximum minimum where masked_fill eq ne lt le gt ge logical_and logical_or
+        clamp_max maximum minimum masked_fill eq ne lt le gt ge logical_and logical_or
         logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__
         __xor__ isnan isinf isfinite remainder fmod floor_divide rsub nan_to_num relu6 lerp addcmul
         addcdiv copy zeros_like ones_like full_like empty_like fill threshold prelu polar logaddexp

@@ -11,6 +11,7 @@ from autoshard.axes import atoms, leaves, same_size
 from autoshard.errors import ShardingError, message
 from autoshard.program import module_path
 from autoshard.rules.core import Dim, Typer, Typing, argument, broadcast, size_of, unify
+from autoshard.rules.elementwise import elementwise
 
 aten = torch.ops.aten
 
@@ -172,6 +173,11 @@ def nonzero(t: Typer, node: fx.Node) -> Typing:
     return Typing(out, whole=whole)
 
 
+def where(t: Typer, node: fx.Node) -> Typing:
+    """where(condition, x, y); of a condition alone, the positions where it holds"""
+    return nonzero(t, node) if len(node.args) == 1 else elementwise(t, node)
+
+
 def masked_scatter(t: Typer, node: fx.Node) -> Typing:
     dims = broadcast([t.dims(node.args[0]), t.dims(node.args[1])])
     return Typing(dims, whole=[*dims, *t.dims(node.args[2])])
@@ -193,6 +199,7 @@ RULES = [
     ("index_add", index_add),
     ("one_hot", one_hot),
     ("nonzero", nonzero),
+    ("where", where),
     ("masked_scatter", masked_scatter),
     ("bucketize searchsorted", searchsorted),
 ]

@@ -1,0 +1,295 @@
+"""A mixture of experts written as a loop: each expert computes the tokens that chose it.
+
+    for e, expert in enumerate(experts):
+        token, slot = where(chosen == e)
+        out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+
+All experts compute alike, each with parameters of its own: the graph of the first, on rows sorted
+by expert and with parameters stacked, is that of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard import experts
+from autoshard.masks import ancestors
+from autoshard.program import tensor_results
+from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
+from autoshard.rules import op_name
+from autoshard.rules.core import argument, is_tensor
+from autoshard.runtime.experts import expert_rows, grouped_product
+
+aten = torch.ops.aten
+
+#: Ops that neither mix rows nor have parameters that could be any expert's.
+PLAIN = frozenset(
+    """unsqueeze squeeze chunk split split_with_sizes slice select to _to_copy clone contiguous
+    dropout getitem detach""".split()
+)
+
+
+def begins_loop(node: fx.Node) -> bool:
+    """Whether a node compares the experts that tokens have chosen with the first one."""
+    return (
+        op_name(node.target) == "eq"
+        and node.args[1] == 0
+        and is_tensor(node.args[0])
+        and not node.args[0].meta["val"].is_floating_point()
+        and node.args[0].meta["val"].ndim == 2
+        and _choices(node.args[0]) is not None
+    )
+
+
+def _choices(ids: fx.Node) -> int | None:
+    """Among how many experts the ones that are given were chosen."""
+    if not isinstance(ids.args[0], fx.Node) or op_name(ids.args[0].target) != "topk":
+        return None
+    count = shape_of(ids.args[0].args[0])[-1]
+    return count if isinstance(count, int) else None
+
+
+@dataclass
+class Loop(Routing):
+    """``at``: where the loop over experts begins. ``sums[e]``: where the rows ``ends[e]`` of expert
+    e are added to the tokens; ``stacked``: what is of one expert each, by the nodes of all."""
+
+    sums: tuple[fx.Node, ...] = ()
+    ends: tuple[fx.Node, ...] = ()
+    stacked: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
+    _rowed: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def fuse(self) -> None:
+        ids: Any = self.at.args[0]
+        self.ids, self.count = ids, _choices(ids) or 0
+        self.classify()
+        self._find_sums()
+        pairs: dict[fx.Node, Any] = {}
+        self._match(self.ends, pairs)
+        self._rewrite(self.ends[0], pairs)
+
+    def _find_sums(self) -> None:
+        """Every expert's, in a row that begins with zeros."""
+        found: dict[int, tuple[fx.Node, fx.Node]] = {}
+        for node, role in self.roles.items():
+            if isinstance(role, tuple) and role[0] == "tokens":
+                for user in node.users:
+                    rows = _added(user, node)
+                    if rows is not None:
+                        found[role[1]] = user, rows
+        if set(found) != set(range(self.count)):
+            raise Unfit(f"a loop that adds up the tokens of {len(found)} of {self.count} experts")
+        self.sums, self.ends = zip(*(found[e] for e in range(self.count)), strict=True)
+        into = [node.args[0] for node in self.sums]
+        first = [node for node in into if is_zero(node)]
+        if len(first) != 1 or {*into} - {*first} != {*into} & {*self.sums}:
+            raise Unfit("a loop whose experts do not add to the same tokens one by one")
+
+    def _match(self, nodes: tuple[fx.Node, ...], pairs: dict[fx.Node, Any]) -> None:
+        """See that the experts compute alike; ``pairs``: by node of the first, what it is: rows or
+        a scalar with its source, else the nodes of all experts."""
+        stack = [nodes]
+        while stack:
+            nodes = stack.pop()
+            first = nodes[0]
+            if first in pairs:
+                continue
+            leaf = [self._leaf(node, e) for e, node in enumerate(nodes)]
+            if leaf[0] is not None:
+                if any(each != leaf[0] for each in leaf):
+                    raise Unfit("experts that read different tokens")
+                pairs[first] = leaf[0]
+                continue
+            pairs[first] = ("all", nodes)
+            if not self._depends(first):
+                continue  # parameters, or made of those: stacked as they are
+            if any(v.shape[:1] != self._rows_of_first for v in tensor_results(first)):
+                raise Unfit(f"{op_name(first.target)} of experts whose result has other rows")
+            if any(node.target is not first.target for node in nodes):
+                raise Unfit("experts that compute different things")
+            texts = {str(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in nodes}
+            if len(texts) > 1:
+                raise Unfit(f"{op_name(first.target)} of experts with different arguments")
+            if any(isinstance(n.meta.get("val"), torch.SymInt) for n in first.all_input_nodes):
+                raise Unfit("experts that read how many tokens they have")
+            for each in zip(*(_inputs(node) for node in nodes), strict=True):
+                stack.append(each)
+
+    @property
+    def _rows_of_first(self) -> Any:
+        return self.ends[0].meta["val"].shape[:1]
+
+    def _leaf(self, node: fx.Node, expert: int) -> tuple[str, fx.Node] | None:
+        looked = _selected(node)
+        if looked is not None and self.roles.get(looked[1]) == ("tokens", expert):
+            shape = shape_of(looked[0])
+            if len(shape) == 1 or shape[1:] == (1,):
+                return "scalar", self._weights(looked[0], expert)
+            if len(shape) != 2 or self.ids in ancestors([looked[0]]):
+                raise Unfit("rows that are not made of tokens")
+            return "rows", looked[0]
+        if op_name(node.target) == "index" and len(node.args[1]) == 2:
+            roles = [self.roles.get(i) for i in node.args[1]]
+            source = self.by_token(node.args[0])
+            if roles == [("tokens", expert), ("slots", expert)]:
+                if shape_of(source) != self.token_shape:
+                    raise Unfit("numbers that are not one for each expert of a token")
+                return "scalar", source
+        return None
+
+    def _weights(self, node: fx.Node, expert: int) -> fx.Node:
+        """[t, k], of which the node has for every token the number that belongs to an expert."""
+        needed: dict[fx.Node, None] = {}
+        sources: dict[fx.Node, None] = {}
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each in self.known or each in needed or each in sources:
+                continue
+            if shape_of(each) == self.token_shape and self.ids not in ancestors([each]):
+                sources[each] = None
+            elif each.op != "call_function":
+                break
+            else:
+                needed[each] = None
+                stack += each.all_input_nodes
+        chosen = self.known[self.ids]
+        trial = torch.linspace(1, 2, chosen.numel()).view(chosen.shape)
+        env = self.known | dict.fromkeys(sources, trial)
+        wanted = (trial * (chosen == expert)).sum(-1)
+        try:
+            for each in (n for n in ancestors([node]) if n in needed):
+                args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
+                env[each] = each.target(*args, **kwargs)
+            same = torch.allclose(env[node].view(-1), wanted)
+        except Exception:  # it cannot be run: nothing is known of it
+            same = False
+        if not same or len(sources) != 1:
+            raise Unfit("numbers of tokens that are not one for each of their experts")
+        return next(iter(sources))
+
+    def _depends(self, node: fx.Node) -> bool:
+        """Whether a node of the first expert is computed from its tokens."""
+        if node in self._rowed:
+            return self._rowed[node]
+        leaf = self._leaf(node, 0) is not None
+        self._rowed[node] = leaf or any(map(self._depends, node.all_input_nodes))
+        return self._rowed[node]
+
+    # the new nodes
+
+    def _rewrite(self, end: fx.Node, pairs: dict[fx.Node, Any]) -> None:
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        sources = {each for kind, each in pairs.values() if kind == "rows"}
+        if len(sources) != 1:
+            raise Unfit("rows of several tensors of tokens")
+        for node, (kind, each) in pairs.items():
+            if kind == "all" and self._depends(node):
+                self._fits(node, each)
+        scalars = list(dict.fromkeys(each for kind, each in pairs.values() if kind == "scalar"))
+        late = max(self.sums, key=order.__getitem__)
+        with self.before(late):
+            made = self.dispatch(next(iter(sources)), scalars)
+            new: dict[fx.Node, fx.Node] = {}
+            for node in sorted(pairs, key=order.__getitem__):
+                kind, each = pairs[node]
+                if kind == "rows":
+                    new[node] = made["rows"]
+                elif kind == "scalar":
+                    new[node] = made[each]
+                    for _ in shape_of(node)[1:]:
+                        new[node] = self.call(aten.unsqueeze.default, new[node], -1)
+                elif self._depends(node):
+                    new[node] = self._of_all(node, new, pairs, made)
+            tokens = late.meta["val"]
+            value = new[end].meta["val"].new_empty(tokens.shape)
+            out = self.call(experts.combine, new[end], made["plan"], value=value)
+        late.replace_all_uses_with(out)
+
+    def _fits(self, node: fx.Node, nodes: tuple[fx.Node, ...]) -> None:
+        """Raise Unfit where an op of an expert has no counterpart on rows of all of them."""
+        kind = op_name(node.target)
+        own = [n for n in node.all_input_nodes if not self._depends(n)]
+        if kind in ("linear", "mm", "addmm", "matmul"):
+            at = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}[kind]
+            x, weight = node.args[at : at + 2]
+            if self._depends(x) and not self._depends(weight) and len(shape_of(weight)) == 2:
+                return
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            if all(len(shape_of(n)) == 1 for n in own):
+                return
+        elif kind in PLAIN and not own:
+            return
+        raise Unfit(f"{kind} inside experts, which has no form for rows of all of them")
+
+    def _of_all(
+        self, node: fx.Node, new: dict[fx.Node, fx.Node], pairs: Any, made: dict[Any, fx.Node]
+    ) -> fx.Node:
+        """A node of the first expert, on the rows of all."""
+        kind = op_name(node.target)
+        if kind in ("linear", "mm", "matmul", "addmm"):
+            bias = argument(node, 2, "bias") if kind == "linear" else None
+            bias = node.args[0] if kind == "addmm" else bias
+            x, weight = node.args[1:3] if kind == "addmm" else node.args[:2]
+            whole = self._stack(pairs[weight][1])
+            if kind == "linear":
+                whole = self.call(aten.transpose.int, whole, 1, 2)
+            rows = new[x].meta["val"]
+            value = rows.new_empty([rows.shape[0], whole.meta["val"].shape[2]])
+            out = self.call(grouped_product, new[x], whole, made["ends"], value=value)
+            if bias is None:
+                return out
+            return self.call(aten.add.Tensor, out, self._rows(pairs[bias][1], made))
+
+        def on_rows(n: fx.Node) -> fx.Node:
+            return new[n] if n in new else self._rows(pairs[n][1], made)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), on_rows)
+        return self.call(node.target, *args, **kwargs)
+
+    def _rows(self, nodes: tuple[fx.Node, ...], made: dict[Any, fx.Node]) -> fx.Node:
+        """What each row's expert has."""
+        table = self._stack(nodes)
+        rows = made["rows"].meta["val"]
+        value = table.meta["val"].new_empty([rows.shape[0], *table.meta["val"].shape[1:]])
+        return self.call(expert_rows, table, made["ends"], made["plan"], value=value)
+
+    def _stack(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+        if nodes not in self.stacked:
+            self.stacked[nodes] = self.call(aten.stack.default, list(nodes))
+        return self.stacked[nodes]
+
+
+def _selected(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, i) of ``x[i]``, with positions or a mask."""
+    if op_name(node.target) == "index" and len(node.args[1]) == 1 and node.args[1][0] is not None:
+        return node.args[0], node.args[1][0]
+    return lookup(node)
+
+
+def _added(node: fx.Node, tokens: fx.Node) -> fx.Node | None:
+    """The rows that a node adds to some tokens of its first argument; None where it does not."""
+    if op_name(node.target) == "index_add" and node.args[2] is tokens:
+        plain = argument(node, 1, "dim") == 0 and argument(node, 4, "alpha", 1) == 1
+        return node.args[3] if plain else None
+    if op_name(node.target) != "index_put" or list(node.args[1]) != [tokens]:
+        return None
+    rows = node.args[2]
+    if argument(node, 3, "accumulate", False):
+        return rows
+    if op_name(rows.target) != "add" or len(rows.args) != 2 or rows.kwargs:
+        return None
+    before = [a for a in rows.args if is_tensor(a) and _selected(a) == (node.args[0], tokens)]
+    others = [a for a in rows.args if a not in before]
+    return others[0] if len(before) == len(others) == 1 else None
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, each as often as it stands there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found

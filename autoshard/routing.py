@@ -1,0 +1,218 @@
+"""What the integers of a mixture of experts are, and the nodes that take the place of its parts.
+
+`passes.fuse_experts` recognises the mixtures that are written with sorted rows or chosen weights,
+`autoshard.expert_loops` those written as a loop over experts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard import experts
+from autoshard.infer import expression
+from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
+from autoshard.program import Program
+from autoshard.rules import op_name
+from autoshard.rules.core import argument
+from autoshard.scores import VIEWS
+
+aten = torch.ops.aten
+
+#: Tokens that the routing is run for where their number is free: enough that no two of its results
+#: are equal by chance.
+TOKENS = 5
+
+
+class Unfit(Exception):
+    """Why what looks like a mixture of experts is left as it is."""
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """The shape of a tensor; of anything else, that of a number."""
+    value = node.meta.get("val")
+    return tuple(map(expression, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, i) of ``x[i]`` with a vector of integers."""
+    if op_name(node.target) == "index":
+        indices = node.args[1]
+        if len(indices) != 1 or indices[0] is None:
+            return None
+        x, i = node.args[0], indices[0]
+    elif op_name(node.target) == "index_select" and argument(node, 1, "dim") == 0:
+        x, i = node.args[0], node.args[2]
+    else:
+        return None
+    value = i.meta["val"]
+    return (x, i) if value.ndim == 1 and value.dtype in (torch.int64, torch.int32) else None
+
+
+def is_zero(node: fx.Node) -> bool:
+    kind = op_name(node.target)
+    return kind in ("zeros", "zeros_like", "new_zeros") or (
+        kind in ("full", "full_like", "new_full") and argument(node, -1, "fill_value") == 0
+    )
+
+
+@dataclass
+class Routing:
+    """The routing of one mixture of experts, found from the node ``at`` inside it.
+
+    ids: ``[t, k]``, of every token its experts; count: of experts; k: experts of a token; roles: of
+    the nodes computed from them, by what they are; known: their values in a trial.
+    """
+
+    program: Program
+    at: fx.Node
+    ids: fx.Node = None  # type: ignore[assignment]
+    count: int = 0
+    k: int = 0
+    roles: dict[fx.Node, Any] = field(default_factory=dict)
+    known: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def classify(self) -> None:
+        """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
+        sizes = {symbol: TOKENS + 2 * n for n, symbol in enumerate(self.program.hints)}
+        shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+        generator = torch.Generator().manual_seed(0)
+        env: dict[fx.Node, Any] = {self.ids: torch.randint(self.count, shape, generator=generator)}
+        stack, seen = list(self.ids.users), set[fx.Node]()
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        while stack:
+            stack.sort(key=order.__getitem__, reverse=True)
+            node = stack.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            others = [n for n in node.all_input_nodes if n not in env]
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                continue
+            if others:
+                needed = ancestors(others)
+                if not depends_on_sizes_only(self.program, needed):
+                    continue
+                known = evaluate(self.program, needed, sizes)
+                if known is None:
+                    continue
+                env |= known
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            try:
+                env[node] = node.target(*args, **kwargs)
+            except Exception:  # an op that does not run alone is no part of a routing
+                continue
+            stack.extend(node.users)
+        self.k, self.known = shape[-1], env
+        self._name_roles(env, env[self.ids].reshape(-1), self.k)
+
+    def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
+        n = len(flat)
+        found = {v: x for v, x in env.items() if isinstance(x, torch.Tensor)}
+        places, in_order = torch.arange(n), flat.sort().values
+        counts = torch.bincount(flat, minlength=self.count)
+        orders = [
+            x
+            for x in found.values()
+            if x.shape == (n,)
+            and torch.equal(x.sort().values, places)
+            and torch.equal(flat[x.long()], in_order)
+        ]
+        order = orders[0] if orders else None
+        known: dict[str, torch.Tensor] = {
+            "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
+            "offsets": counts.cumsum(0),
+        }  # fmt: skip
+        if order is not None:
+            known |= {
+                "order": order,
+                "token": order // k,
+                "slot": order % k,
+                "inverse": order.argsort(),
+            }
+        for node, value in found.items():
+            for role in ("order", "token", "slot", "inverse", *known):
+                same = role in known and value.shape == known[role].shape
+                if same and torch.equal(value.double(), known[role].double()):
+                    self.roles.setdefault(node, role)
+        self._name_parts(found, flat, k)
+
+    def _name_parts(self, found: dict[fx.Node, torch.Tensor], flat: torch.Tensor, k: int) -> None:
+        """Of what is left: the tokens of each expert, and at which slot they have it."""
+        for expert in range(self.count):
+            by_token = (flat == expert).nonzero()[:, 0]
+            by_slot = by_token[(by_token % k).argsort(stable=True)]
+            has = (flat == expert).view(-1, k).any(1)
+            for node, value in found.items():
+                if node in self.roles or value.ndim != 1:
+                    continue
+                if any(torch.equal(value, x) for x in (by_token // k, by_slot // k, has)):
+                    self.roles[node] = ("tokens", expert)
+                elif any(torch.equal(value, x % k) for x in (by_token, by_slot)):
+                    self.roles[node] = ("slots", expert)
+
+    def by_token(self, node: fx.Node) -> fx.Node:
+        """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""
+        wide, shape = node, self.token_shape
+        while op_name(wide.target) in VIEWS | {"unsqueeze"} and shape_of(wide) != shape:
+            wide = wide.args[0]
+        return wide if shape_of(wide) == shape else node
+
+    @property
+    def token_shape(self) -> tuple[Any, ...]:
+        *lead, k = shape_of(self.ids)
+        return (math.prod(lead), k)
+
+    def dispatch(self, source: fx.Node, scalars: list[fx.Node]) -> dict[Any, fx.Node]:
+        ids, given = self.ids, []
+        if len(shape_of(ids)) > 2:
+            ids = self.call(aten.reshape.default, ids, [-1, self.k])
+        for scalar in scalars:
+            if shape_of(scalar) != shape_of(ids):
+                scalar = self.call(aten.reshape.default, scalar, [-1, self.k])
+            given.append(scalar)
+        x = source.meta["val"]
+        rows = x.new_empty([ids.meta["val"].shape[0] * self.k, x.shape[1]])
+        values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
+        ends = x.new_empty([self.count], dtype=torch.int32)
+        whole = self.call(
+            experts.dispatch, source, ids, given, self.count, value=(*values, ends, None)
+        )
+        parts = [
+            self.call(operator.getitem, whole, i, value=v) for i, v in enumerate((*values, ends))
+        ]
+        plan = self.call(operator.getitem, whole, len(parts), value=None)
+        made: dict[Any, fx.Node] = dict(zip(scalars, parts[1:-1], strict=True))
+        return made | {"rows": parts[0], "ends": parts[-1], "plan": plan}
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        self.at = node
+        with self.program.graph.inserting_before(node):
+            yield
+
+    @contextmanager
+    def after(self, node: fx.Node) -> Iterator[None]:
+        while node.next.op == "placeholder" or (
+            node.next.target is operator.getitem and node.next.args[0] is node
+        ):
+            node = node.next
+        with self.before(node.next):
+            yield
+
+    def call(self, target: Any, *args: Any, value: Any = ..., **kwargs: Any) -> fx.Node:
+        new = self.program.graph.call_function(target, args, kwargs)
+        copied = ("nn_module_stack", "stack_trace")
+        new.meta.update({key: self.at.meta[key] for key in copied if key in self.at.meta})
+        if value is ...:
+            given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            value = target(*given, **named)
+        new.meta["val"] = value
+        return new

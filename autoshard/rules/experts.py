@@ -1,0 +1,186 @@
+"""The ops of a mixture of experts: rows by expert are cut by expert, and by who holds the tokens.
+
+The dimension of rows is the product of two axes: ``experts``, that of the stacked parameters, and
+``ragged``, which stands for the tokens of one expert. A mesh axis that cuts tokens leaves rows cut
+along ``ragged`` (or along ``experts``, and then the rows travel to where the expert is). How long a
+rank's part of ``ragged`` is only the data tell: nothing may ask for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from torch import fx
+
+from autoshard.axes import Axis, atoms, leaves
+from autoshard.errors import ShardingError, message
+from autoshard.experts import body, plan_of
+from autoshard.layout import P, R
+from autoshard.program import module_path
+from autoshard.rules.contraction import op_is
+from autoshard.rules.core import Dim, Dims, Typer, Typing, fresh, size_of, unify
+from autoshard.runtime.experts import to_experts, to_tokens
+
+#: The role of the axis that stands for the tokens of one expert, and of the experts themselves.
+RAGGED, EXPERTS = "ragged", "experts"
+
+
+def dispatch(t: Typer, node: fx.Node) -> Typing:
+    """x[t, d], index[t, k], scalars[t, k] -> rows[experts·ragged, d], scalars[experts·ragged],
+    offsets[experts], plan"""
+    x, index = t.dims(node.args[0]), t.dims(node.args[1])
+    unify(x[0], index[0])
+    for scalar in node.args[2]:
+        dims = t.dims(scalar)
+        unify(dims[0], index[0])
+        unify(dims[1], index[1])
+    experts, count = fresh(node.args[3]), node.args[3]
+    for axis in experts:
+        axis.role, axis.name = EXPERTS, "experts"
+    ragged = Axis(sympy.sympify(size_of(sum(index, ()))) / count, "tokens of an expert")
+    ragged.role = RAGGED
+    rows = (*experts, ragged)
+    scalars = [(rows,) for _ in node.args[2]]
+    out: list[Dims] = [(rows, *x[1:]), *scalars, (experts,), index]
+    return Typing(out, whole=[index[1]], localize=_dispatch, decide=_dispatch_modes)
+
+
+def ragged_of(typing: Typing) -> Axis:
+    """The axis of the tokens of one expert, of what a dispatch states."""
+    return leaves(typing.out[0][0])[-1]
+
+
+def experts_of(typing: Typing) -> Dim:
+    """The axes of the experts, of what a dispatch states: one, unless it was taken apart."""
+    return leaves(typing.out[-2][0])
+
+
+def inner_axes(typings: dict[fx.Node, Typing], node: fx.Node) -> set[int]:
+    """The ids of the axes that products inside experts run over, but for the experts, the rows and
+    the width of the tokens."""
+    rows = typings[node].out[0]
+    outside = {id(a) for d in (*rows, *typings[node].out[-2]) for a in atoms(d)}
+    found = set[int]()
+    for inner in body(node):
+        typing = typings.get(inner)
+        if typing is not None and typing.flops != 0:
+            found |= {id(a) for d in (*typing.out, *typing.summed) for a in atoms(d)}
+    return found - outside
+
+
+def _dispatch_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
+    """Tokens may be cut where their rows may; where experts are cut inside, every rank sends all
+    tokens, and does other work with them."""
+    typing = p.typings[node]
+    ragged, tokens = ragged_of(typing), {id(a) for a in atoms(typing.out[-1][0])}
+    inner = inner_axes(p.typings, node)
+    for m, mode in modes.items():
+        if not isinstance(mode, Axis):
+            whole = bool(inner & set(p.assigned[m]))
+        else:
+            whole = id(mode) in tokens and _landing(p, m, ragged, typing) is None
+        if whole:
+            modes[m] = R
+
+
+def _landing(p: Any, m: str, ragged: Axis, typing: Typing) -> Axis | None:
+    """What rows are cut along over a mesh axis that cuts the tokens: the experts where it may."""
+    experts = [a for a in experts_of(typing) if id(a) in p.assigned[m]]
+    if experts:
+        return experts[0]
+    return ragged if id(ragged) in p.assigned[m] else None
+
+
+def _dispatch(local: Any) -> Any:
+    """Rows travel over the mesh axes that cut the experts."""
+    p, typing = local.p, local.typing
+    ragged, (tokens, _) = ragged_of(typing), typing.out[-1]
+    for m in local.cutting([tokens]):
+        local.moved[m] = _landing(p, m, ragged, typing)
+    own = {id(a) for a in experts_of(typing)}
+    over = tuple(m for m in p.axes if own & set(p.assigned[m]))
+    alike = [m for m in over if id(local.moved.get(m)) not in own]
+    if alike:
+        raise ShardingError(
+            message(
+                f"dispatch {module_path(local.node)}",
+                "tokens that go to experts",
+                f"they are whole over {','.join(alike)}, which cuts the experts",
+                "ranks that hold the same tokens would each send them",
+                f"drop {','.join(alike)} from the mesh",
+            )
+        )
+    x, index, scalars, experts = local.mapped(local.node.args)
+    made = local.emit(to_experts, x, over, index, scalars, experts)
+    if over:
+        slots, width = typing.out[-1], typing.out[0][1:]
+        sizes = [(*slots, *width), *(slots for _ in scalars)]
+        local.note_rows("to_experts", made, local.read[local.node.args[0]], over, sizes)
+    return made
+
+
+def combine(t: Typer, node: fx.Node) -> Typing:
+    """rows[experts·ragged, e], plan -> [t, e]"""
+    rows, (tokens, _) = t.dims(node.args[0]), t.dims(plan_of(node))[-1]
+    return Typing((tokens, *rows[1:]), linear="first", localize=_combine, decide=_combine_modes)
+
+
+def _combine_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
+    """What the dispatch had cut comes back as it was."""
+    for m, mode in p.modes[plan_of(node)].items():
+        if m in p.moved[plan_of(node)]:
+            modes[m] = mode
+
+
+def _combine(local: Any) -> Any:
+    node, p = local.node, local.p
+    source = plan_of(node)
+    over = tuple(m for m, axis in p.moved[source].items() if axis.role == EXPERTS)
+    rows = local.held(node.args[0], dict(p.moved[source]))
+    made = local.emit(to_tokens, rows, over, local.mapped(node.args[1]))
+    if over:
+        value = local.read[node.args[0]]
+        sizes = [(*p.typings[source].out[-1], *local.out_dims()[1:])]
+        local.note_rows("to_tokens", made, value, over, sizes)
+    return made
+
+
+def rows_of_experts(t: Typer, node: fx.Node) -> Typing:
+    """table[experts, ...], offsets[experts] -> [experts·ragged, ...]"""
+    table, offsets = t.dims(node.args[0]), t.dims(node.args[1])
+    unify(table[0], offsets[0])
+    rows: Dim = t.dims(plan_of(node))[0][0]  # type: ignore[assignment]
+    return Typing(
+        (rows, *table[1:]),
+        fresh=[rows],
+        as_is=(node.args[1],),
+        localize=_rows_of_experts,
+        decide=_rows_of_experts_modes,
+    )
+
+
+def _rows_of_experts_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
+    """What is added to summands is one itself: the rows that one rank has, zeros on the others."""
+    users = [u for u in node.users if op_is(u, "add") and len(node.users) == 1]
+    others = [n for u in users for n in u.all_input_nodes if n is not node]
+    summed = [a for n in others if n in p.typings for d in p.typings[n].summed for a in atoms(d)]
+    for m in modes:
+        if m not in p.batch_axes and {id(a) for a in summed} & set(p.assigned[m]):
+            modes[m] = P
+
+
+def _rows_of_experts(local: Any) -> Any:
+    table, over = local.node.args[0], [m for m, mode in local.modes.items() if mode == P]
+    made = local.held(table, dict.fromkeys(over, R))
+    if over:
+        made = local.convert_raw("once", made, tuple(over), local.read[table].dims)
+    rest = (local.mapped(a) for a in local.node.args[1:])
+    return local.emit(local.node.target, made, *rest)
+
+
+RULES: list[Any] = [
+    ("dispatch", dispatch),
+    ("combine", combine),
+    ("expert_rows", rows_of_experts),
+]

@@ -1,0 +1,332 @@
+"""fuse_experts: on a mesh with ep or cp, every mixture of experts is told apart from its transport.
+
+Requires: a canonical graph. Gives: `autoshard.experts.dispatch` and ``combine`` in place of how a
+model brings tokens to experts and back, and between them what the experts compute, on rows sorted
+by expert. What the integers of the routing are (an order by expert, its inverse, where experts end)
+is seen by running the part of the graph that computes them. Recognised are products by groups of
+sorted rows, and products of every row with its own expert's weights. What has another structure is
+left as it is, and said why in ``program.unfused``. A loop over modules, each with parameters of its
+own, becomes products by groups with those parameters stacked.
+
+    before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
+             y[inverse].view(t, k, d).sum(1)
+    after:   rows, ends, plan = dispatch(x, e); y = grouped_mm(rows, w, ends); combine(y, plan)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard import experts
+from autoshard.chain import Pass
+from autoshard.expert_loops import Loop, begins_loop
+from autoshard.infer import expression
+from autoshard.masks import ancestors
+from autoshard.program import Program, module_path, shallow, tensor_results
+from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
+from autoshard.rules import op_name
+from autoshard.rules.core import argument, is_tensor
+from autoshard.runtime.experts import expert_rows, grouped_product
+from autoshard.scores import VIEWS
+
+aten = torch.ops.aten
+
+GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
+
+
+@dataclass(frozen=True)
+class FuseExperts(Pass):
+    """``always``: also on a mesh with neither ep nor cp."""
+
+    name: ClassVar[str] = "fuse_experts"
+    always: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        program = shallow(program)
+        mesh = program.mesh.mesh
+        if mesh.size("ep") == mesh.size("cp") == 1 and not self.always:
+            return program
+        program.unfused = []
+        for node in list(program.graph.nodes):
+            if node.op != "call_function" or not node.users:
+                continue
+            routing = _Block if is_routed(node) else Loop if begins_loop(node) else None
+            if routing is not None:
+                try:
+                    routing(program, node).fuse()
+                except Unfit as error:
+                    place = module_path(node) or "the model"
+                    program.unfused.append(f"{place}: {error}")
+        program.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output")
+        )
+        program.graph_module.recompile()
+        return program
+
+
+def is_routed(node: fx.Node) -> bool:
+    """Whether a node is a product by groups, or of rows with weights chosen for each."""
+    if op_name(node.target) in GROUPED:
+        return True
+    return op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None
+
+
+def _chosen(node: fx.Node) -> int | None:
+    """Which operand of a product is ``weights[ids]``, an expert's for every row."""
+    for at in (0, 1):
+        arg = node.args[at]
+        if isinstance(arg, fx.Node) and lookup(_unturned(arg)) is not None:
+            return at
+    return None
+
+
+def _unturned(node: fx.Node) -> fx.Node:
+    while op_name(node.target) in ("transpose", "contiguous", "clone", "to", "_to_copy"):
+        node = node.args[0]
+    return node
+
+
+@dataclass
+class _Block(Routing):
+    """A mixture of experts with sorted rows or chosen weights; ``at`` is a product inside it."""
+
+    rows: Any = None  # how many: t k
+
+    def fuse(self) -> None:
+        self._find_routing()
+        end, sums = self._find_end()
+        leaves, inner = self._find_inner(end)
+        self._rewrite(end, sums, leaves, inner)
+
+    # what the integers are
+
+    def _find_routing(self) -> None:
+        """The experts of every token, and what is computed from them."""
+        if op_name(self.at.target) in GROUPED:
+            weight, of = self.at.args[1], argument(self.at, 2, "offs")
+        else:
+            where = _chosen(self.at)
+            weight, of = lookup(_unturned(self.at.args[where]))  # type: ignore[misc, index]
+        self.count, self.rows = weight.meta["val"].shape[0], shape_of(self.at)[0]
+        if not isinstance(of, fx.Node) or not isinstance(self.count, int):
+            raise Unfit("experts of a number that is not known")
+        flat = self._flat_ids(of)
+        self.ids = flat
+        while op_name(self.ids.target) in VIEWS and len(shape_of(self.ids)) < 2:
+            self.ids = self.ids.args[0]
+        if len(shape_of(self.ids)) < 2:
+            raise Unfit("tokens that do not all have the same number of experts")
+        self.classify()
+        if self.roles.get(of) not in ("offsets", "ids", "sorted"):
+            raise Unfit("an order of tokens that is not by expert")
+
+    def _flat_ids(self, of: fx.Node) -> fx.Node:
+        """The vector of integers, one for each row, that an index or offsets are made of."""
+        for node in reversed(ancestors([of])):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                continue
+            if op_name(node.target) in VIEWS and shape_of(node) == (self.rows,):
+                return node
+        raise Unfit("experts that are not chosen by index")
+
+    # where experts end
+
+    def _find_end(self) -> tuple[fx.Node, fx.Node]:
+        """The rows as the experts leave them, and the node that adds up those of a token."""
+        seen: set[fx.Node] = set()
+        stack = [self.at]
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user in seen or not tensor_results(user):
+                    continue
+                seen.add(user)
+                sums = self._sums(node, user)
+                if sums is not None:
+                    return sums
+                stack.append(user)
+        raise Unfit("rows that are not added up by token")
+
+    def _sums(self, node: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """(rows, sum) where ``user`` begins to add up the rows ``node`` of each token."""
+        kind, shape = op_name(user.target), shape_of(node)
+        if len(shape) != 2 or shape[0] != self.rows:
+            return None
+        if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
+            if self.roles.get(user.args[2]) not in ("token", "repeated"):
+                return None
+            if not is_zero(user.args[0]):
+                return None
+            return node, user
+        rows, looked = node, lookup(user)
+        if looked is not None and looked[0] is node and self.roles.get(looked[1]) == "inverse":
+            following = [u for u in user.users if is_tensor(u)]
+            if len(following) != 1:
+                return None
+            user, node = following[0], user
+        elif self.sorted_rows:
+            return None
+        if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self.k, shape[1]):
+            if self.k == 1:  # a token has one row
+                return rows, node
+            return None
+        summed = [u for u in user.users if is_tensor(u)]
+        if len(summed) != 1 or op_name(summed[0].target) != "sum":
+            return None
+        dims = argument(summed[0], 1, "dim")
+        if list(dims) not in ([1], [-2]) or argument(summed[0], 2, "keepdim", False):
+            return None
+        return rows, summed[0]
+
+    @property
+    def sorted_rows(self) -> bool:
+        return "order" in self.roles.values()
+
+    # what is inside
+
+    def _find_inner(self, end: fx.Node) -> tuple[dict[fx.Node, tuple[str, Any]], list[fx.Node]]:
+        """What rows are made of, by node: ``(kind, source)``; and the nodes of the experts."""
+        leaves: dict[fx.Node, tuple[str, Any]] = {}
+        inner: dict[fx.Node, None] = {}
+        stack = [end]
+        while stack:
+            node = stack.pop()
+            if node in leaves or node in inner:
+                continue
+            leaf = self._leaf(node)
+            if leaf is not None:
+                leaves[node] = leaf
+                continue
+            inner[node] = None
+            if op_name(node.target) in GROUPED:
+                stack.append(node.args[0])
+            elif op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None:
+                at = _chosen(node)
+                other = node.args[1 - at]  # type: ignore[operator]
+                if len(shape_of(other)) != 3 or shape_of(other)[2 if at == 0 else 1] != 1:
+                    raise Unfit("several vectors of a row")
+                stack.append(other)
+            else:
+                stack += [n for n in node.all_input_nodes if self._has_rows(n)]
+                if self._has_rows(node) and not any(map(self._has_rows, node.all_input_nodes)):
+                    raise Unfit(f"{node.name}, whose rows are none of tokens")
+        kinds = [kind for kind, _ in leaves.values()]
+        if "rows" not in kinds:
+            raise Unfit("rows that are not made of tokens")
+        if len({source for kind, source in leaves.values() if kind == "rows"}) > 1:
+            raise Unfit("rows of several tensors of tokens")
+        return leaves, list(inner)
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return any(
+            isinstance(v, torch.Tensor) and v.ndim and expression(v.shape[0]) == self.rows
+            for v in values
+        )
+
+    def _leaf(self, node: fx.Node) -> tuple[str, Any] | None:
+        kind, looked = op_name(node.target), lookup(node)
+        if looked is not None:
+            source, role = looked[0], self.roles.get(looked[1])
+            if role in ("token", "repeated") and len(shape_of(source)) == 2:
+                return "rows", source
+            if role == "order" and len(shape_of(source)) == 1:
+                return "scalar", self.by_token(source)
+            if role in ("sorted", "ids"):
+                return "table", source
+            if role == "inverse":
+                raise Unfit("rows that change their order twice")
+        pair = [self.roles.get(i) for i in node.args[1]] if kind == "index" else []
+        known = pair in (["token", "slot"], ["repeated", "place"])
+        if known and shape_of(node.args[0]) == self.token_shape:
+            return "scalar", node.args[0]
+        repeats = kind == "repeat_interleave" and node.args[1] == self.k
+        if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
+            return "rows", node.args[0]
+        shape = shape_of(node)
+        column = shape[:1] == (self.rows,) and set(shape[1:]) <= {1}
+        if kind in VIEWS and column and not self._has_rows(node.args[0]) and not self.sorted_rows:
+            return "scalar", self.by_token(node)
+        return None
+
+    # the new nodes
+
+    def _rewrite(
+        self, end: fx.Node, sums: fx.Node, leaves: dict[fx.Node, Any], inner: list[fx.Node]
+    ) -> None:
+        own = {*inner, *leaves}
+        escaping = [u for n in inner if n is not end for u in n.users if u not in own]
+        if escaping:
+            raise Unfit(f"{escaping[0].name} reads what experts have not finished")
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        source = next(s for kind, s in leaves.values() if kind == "rows")
+        scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
+        late = max([source, self.ids, *scalars], key=order.__getitem__)
+        with self.after(late):
+            made = self.dispatch(source, scalars)
+        early = [n for n in inner if order[n] < order[late]]
+        for node in sorted(early, key=order.__getitem__, reverse=True):
+            made["plan"].append(node)
+        for node in sorted(own, key=order.__getitem__):
+            with self.before(node):
+                self._moved(node, leaves.get(node), made)
+        tokens = sums.meta["val"]
+        with self.before(sums):
+            plan = made["plan"]
+            value = end.meta["val"].new_empty(tokens.shape)
+            new = self.call(experts.combine, end, plan, value=value)
+            if value.dtype != tokens.dtype:
+                new = self.call(aten.to.dtype, new, tokens.dtype)
+        sums.replace_all_uses_with(new)
+
+    def _moved(self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node]) -> None:
+        """Put a node's counterpart on rows sorted by expert in its place."""
+        if leaf is not None:
+            kind, source = leaf
+            if kind == "rows":
+                node.replace_all_uses_with(made["rows"])
+            elif kind == "scalar":
+                new = made[source]
+                for _ in shape_of(node)[1:]:
+                    new = self.call(aten.unsqueeze.default, new, -1)
+                node.replace_all_uses_with(
+                    new, delete_user_cb=lambda u: u.target is not experts.dispatch
+                )
+            else:
+                value = node.meta["val"]
+                new = self.call(expert_rows, source, made["ends"], made["plan"], value=value)
+                node.replace_all_uses_with(new)
+        elif op_name(node.target) in GROUPED:
+            x, weight = node.args[:2]
+            value = node.meta["val"]
+            new = self.call(grouped_product, x, weight, made["ends"], value=value)
+            node.replace_all_uses_with(new)
+        elif op_name(node.target) in ("bmm", "matmul") and (at := _chosen(node)) is not None:
+            self._grouped(node, at, made)
+
+    def _grouped(self, node: fx.Node, at: int, made: dict[Any, fx.Node]) -> None:
+        """A product of every row with its expert's weights, as one by groups."""
+        chosen, other = node.args[at], node.args[1 - at]
+        weight = self._whole(chosen)
+        if at == 0:  # w[o, i] x[i, 1]
+            weight = self.call(aten.transpose.int, weight, 1, 2)
+        row = self.call(aten.squeeze.dim, other, 2 if at == 0 else 1)
+        x, w = row.meta["val"], weight.meta["val"]
+        value = x.new_empty([x.shape[0], w.shape[2]])
+        product = self.call(grouped_product, row, weight, made["ends"], value=value)
+        new = self.call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
+        node.replace_all_uses_with(new)
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The weights of all experts, turned as those of a row are."""
+        looked = lookup(node)
+        if looked is not None:
+            return looked[0]
+        inner = self._whole(node.args[0])
+        return self.call(node.target, inner, *node.args[1:], **node.kwargs)

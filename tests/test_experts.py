@@ -1,0 +1,307 @@
+"""Mixtures of experts: tokens to experts on other ranks and back."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import expert_jobs as jobs
+import gloo
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # registers the products by groups
+from compare import difference, differences
+from expert_jobs import CASES
+from torch import nn
+from zoo import batch, tiny
+
+from autoshard import autoshard, verify
+from autoshard.cost import conversion_bytes
+from autoshard.errors import CaptureError, ShardingError
+from autoshard.runtime.experts import to_experts
+from passes import chain
+from passes.fuse_experts import FuseExperts
+
+assert transformers.integrations.moe
+
+SIZES = {"dp": 2, "ep": 2}
+JOBS = {
+    f"{ranks} {name}": (jobs.experts_on_ranks, ranks, name) for ranks in (2, 4) for name in CASES
+}
+
+
+def assert_near(found, wanted, what: str) -> None:
+    assert found is not None, f"{what}: nothing"
+    assert found.shape == wanted.shape, what
+    if found.numel():
+        assert (found - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max()), what
+
+
+def assert_part(found: dict, case: jobs.Case, ranks: int, rank: int) -> None:
+    given = jobs.inputs(case, ranks)
+    exact = {
+        name: value.requires_grad_(name != "out")
+        for name, value in jobs.on_one_device(given).items()
+    }
+    for name, wanted in jobs.part(given | exact, case, ranks, rank).items():
+        if name in exact:
+            assert_near(found[name], wanted, f"{name} of rank {rank} of {ranks}")
+
+
+JOBS["train"] = (gloo.train, "mixtral")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_of_one_rank(name):
+    case = CASES[name]
+    own = jobs.part(jobs.inputs(case, 1), case, 1, 0)
+    if len(own["x"]):
+        assert_part(jobs.with_gradients(own, (), case.experts), case, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        gloo.launch(SIZES, JOBS, Path(folder))
+        return gloo.results_in(Path(folder), SIZES)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_experts_on_processes(ranks, count, name):
+    """All hard cases: ranks that send or receive nothing, experts that get no token."""
+    for rank, every in enumerate(ranks):
+        found = every[f"{count} {name}"]
+        assert not isinstance(found, str), found
+        assert_part(found, CASES[name], count, rank % count)
+
+
+def test_training_on_processes(ranks):
+    """Two steps of AdamW, ZeRO and clipping."""
+    wanted = gloo.train_alone("mixtral")
+    for rank, every in enumerate(ranks):
+        found = every["train"]
+        assert not isinstance(found, str), found
+        for key in ("loss", "norm"):
+            wrong = [difference(a, b) for a, b in zip(found[key], wanted[key], strict=True)]
+            assert wrong == ["", ""], f"rank {rank}: {key}"
+        for key in ("gradients", "state"):
+            assert differences(found[key], wanted[key]) == {}, f"rank {rank}"
+
+
+# --- models on meshes, in one process ---
+
+
+class Mixture(nn.Module):
+    """Experts stacked in two parameters; ``form``: how tokens come to them and back."""
+
+    def __init__(self, form: str, experts: int = 4, k: int = 2, width: int = 16, inner: int = 24):
+        super().__init__()
+        self.form, self.k, self.experts = form, k, experts
+        self.router = nn.Linear(width, experts, bias=False)
+        loops = experts if form in ("chosen_first", "masked") else 0
+        self.each = nn.ModuleList(feed_forward(width, inner) for _ in range(loops))
+        self.up = nn.Parameter(torch.randn(experts, width, inner) / 4)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.k, -1)
+        return getattr(self, self.form)(tokens, weights, chosen).view_as(x)
+
+    def added(self, tokens, weights, chosen):
+        """Rows sorted by expert, added to their tokens."""
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        counts = F.one_hot(experts, self.experts).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = tokens[order // self.k]
+        inner = F.gelu(grouped_mm(rows, self.up, ends))
+        out = grouped_mm(inner, self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out)
+
+    def looked_up(self, tokens, weights, chosen):
+        """Every row with its own expert's weights."""
+        experts = chosen.reshape(-1)
+        rows = tokens.repeat_interleave(self.k, 0).unsqueeze(1)
+        inner = F.gelu(torch.bmm(rows, self.up[experts]))
+        out = torch.bmm(inner, self.down[experts]).squeeze(1) * weights.reshape(-1, 1)
+        return out.view(-1, self.k, tokens.shape[-1]).sum(1)
+
+    def chosen_first(self, tokens, weights, chosen):
+        """A loop over experts: positions of their tokens."""
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            token, slot = torch.where(chosen == e)
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return out
+
+    def masked(self, tokens, weights, chosen):
+        """A loop over experts: masks of their tokens."""
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            mask = chosen == e
+            own = mask.any(-1)
+            out[own] += expert(tokens[own]) * (weights * mask).sum(-1)[own, None]
+        return out
+
+    def everywhere(self, tokens, weights, chosen):
+        """Every expert computes every token."""
+        given = torch.zeros(tokens.shape[0], self.experts, dtype=weights.dtype)
+        given = given.scatter(1, chosen, weights)
+        inner = F.gelu(torch.einsum("td,edh->teh", tokens, self.up))
+        return torch.einsum("teh,ehd,te->td", inner, self.down, given)
+
+
+def feed_forward(width: int, inner: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+class Model(nn.Module):
+    def __init__(self, form: str, **sizes: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.mixture, self.head = Mixture(form, **sizes), nn.Linear(16, 32)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        x = x + self.mixture(self.norm(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def grouped_mm(x, weight, ends):
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, ends)
+
+
+def tokens(rows: int = 4) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {n: torch.randint(32, (rows, 6), generator=g) for n in ("ids", "labels")}
+
+
+def ways(report) -> int:
+    """How many times tokens are sent to experts."""
+    return sum(n.target is to_experts for n in report.sharded.program.graph.nodes)
+
+
+def layouts(report, name: str) -> dict:
+    program = report.sharded.program
+    return next(p.layout for p in program.parameters().values() if p.name.endswith(name))
+
+
+MESHES = ["ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "cp=2", "cp=2,ep=2"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mixtral(mesh):
+    report = verify(tiny("mixtral"), mesh, batch(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 2
+    assert [c for c in report.sharded.program.conversions if c.axes == ("cp",)] == []
+    if "ep" in mesh:
+        assert layouts(report, "0.mlp.experts.down_proj")["ep"].role == "experts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, "cp=2,tp=2", "dp=2,cp=2"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_architectures(kind, mesh):
+    report = verify(tiny(kind), mesh, batch(), steps=1)
+    assert report.ok, report
+    assert ways(report) == (1 if kind == "deepseek_v3" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_auxiliary_loss(mesh):
+    report = verify(tiny("mixtral", output_router_logits=True), mesh, batch(), steps=1)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_batched_products(kind):
+    model = tiny(kind)
+    model.config._experts_implementation = "batched_mm"
+    report = verify(model, "cp=2,ep=2", batch(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 2
+
+
+@pytest.mark.parametrize("form", ["added", "looked_up", "chosen_first", "masked"])
+@pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2", "dp=2,ep=2"])
+def test_written_by_hand(form, mesh):
+    report = verify(Model(form), mesh, tokens(), steps=2)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_a_loop_over_experts_that_mix_tokens():
+    """It is said which op inside experts stands in the way."""
+    model = Model("chosen_first")
+    for expert in model.mixture.each:
+        expert[1] = nn.Softmax(0)
+    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_a_loop_that_cannot_be_captured():
+    model = tiny("mixtral")
+    model.config._experts_implementation = "eager"
+    with pytest.raises(CaptureError, match='_experts_implementation = "grouped_mm"'):
+        verify(model, "ep=2", batch(), steps=1)
+
+
+def test_experts_that_compute_every_token():
+    """Nothing is sent: ep carries samples, and that is said."""
+    report = verify(Model("everywhere"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 0
+    assert "no experts to cut over ep" in "".join(report.sharded.program.notes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"experts": 6}, {"experts": 5, "k": 1}, {"experts": 3, "k": 3}], ids=str
+)
+def test_sizes_that_do_not_divide(sizes):
+    report = verify(Model("added", **sizes), "ep=4", tokens(), steps=1)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_storage_is_shared_out_over_what_is_left(zero):
+    report = verify(Model("added"), "dp=2,ep=2", tokens(), steps=2, zero=zero, accumulate=2)
+    assert report.ok, report
+    program = report.sharded.program
+    stored = {p.name: p.zero for p in program.parameters().values()}
+    assert stored["mixture.up"] == ("dp",)
+    assert stored["head.weight"] == ("dp", "ep")
+
+
+def test_recomputed_blocks():
+    report = verify(tiny("mixtral"), "ep=2", batch(), steps=1, zero=3, recompute="block")
+    assert report.ok, report
+
+
+def test_one_device_computes_the_same():
+    """The rewritten graph, on a mesh of one rank."""
+    passes = [replace(p, always=True) if isinstance(p, FuseExperts) else p for p in chain()]
+    report = verify(Model("added"), "dp=1", tokens(), steps=2, passes=passes)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_bytes_of_tokens():
+    """k rows of every token, (ep-1)/ep of them to other ranks; the numbers beside them go there
+    only."""
+    program = autoshard(Model("added"), "ep=4", tokens(), zero=0).program
+    sent = {c.kind: conversion_bytes(c, program.mesh) for c in program.conversions}
+    (tokens_here,) = {c.numel / 32 for c in program.conversions if c.kind == "to_tokens"}
+    rows = 2 * 4 * sympy.Rational(3, 4) * tokens_here  # k rows, bytes, share
+    assert tokens_here.free_symbols
+    assert sent["to_tokens"] == (rows * 16,) * 2
+    assert sent["to_experts"] == (rows * 17,) * 2
+    assert "all_to_all" in autoshard(Model("added"), "ep=4", tokens()).table("collectives")
