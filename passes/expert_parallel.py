@@ -48,10 +48,11 @@ class ExpertParallel(Pass):
                         ragged_of(typing), (m,), where[m].priority, self.name, "as its tokens are"
                     )
                 )
-        if over and not cut:
-            why = program.unfused or ["the model has none"]
+        left = list(dict.fromkeys(program.unfused))
+        if over and (left or not cut):
+            whose = "some" if cut else "no"
             program.notes.append(
-                "expert_parallel: no experts to cut over ep, which carries samples only: "
-                + "; ".join(dict.fromkeys(why))
+                f"expert_parallel: {whose} experts are cut over ep, which carries samples in any "
+                f"case: {'; '.join(left) or 'the model has none'}"
             )
         return program
