@@ -200,7 +200,9 @@ def test_mixtral(mesh):
     report = verify(tiny("mixtral"), mesh, batch(), steps=1)
     assert report.ok, report
     assert ways(report) == 2
-    assert [c for c in report.sharded.program.conversions if c.axes == ("cp",)] == []
+    conversions = report.sharded.program.conversions
+    gathered = [c for c in conversions if c.axes == ("cp",) and "all_gather" in c.kind]
+    assert not [c.why for c in gathered if "mlp" in c.why], "tokens need not be whole"
     if "ep" in mesh:
         assert layouts(report, "0.mlp.experts.down_proj")["ep"].role == "experts"
 
