@@ -66,6 +66,7 @@ class Loop(Routing):
     def fuse(self) -> None:
         ids: Any = self.at.args[0]
         self.ids, self.count = ids, _choices(ids) or 0
+        self.refuse_strangers()
         self.classify()
         self._find_sums()
         pairs: dict[fx.Node, Any] = {}

@@ -31,6 +31,10 @@ aten = torch.ops.aten
 TOKENS = 5
 
 
+#: Ops that choose among the last dimension of what they are given.
+CHOICES = frozenset("topk argmax sort argsort max multinomial".split())
+
+
 class Unfit(Exception):
     """Why what looks like a mixture of experts is left as it is."""
 
@@ -78,6 +82,15 @@ class Routing:
     k: int = 0
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def refuse_strangers(self) -> None:
+        """Raise Unfit where a token may choose an expert that there is not (a place to skip it)."""
+        node = self.ids
+        while op_name(node.target) in VIEWS | {"to", "_to_copy", "unsqueeze", "slice", "getitem"}:
+            node = node.args[0]  # type: ignore[assignment]
+        of = shape_of(node.args[0])[-1:] if op_name(node.target) in CHOICES else ()
+        if not of or not isinstance(of[0], int) or of[0] > self.count:
+            raise Unfit(f"tokens that may choose others than the {self.count} experts")
 
     def classify(self) -> None:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""

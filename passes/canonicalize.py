@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoshard.chain import Pass
+from autoshard.infer import expression
 from autoshard.masks import ancestors, depends_on_sizes_only, evaluate, settings
 from autoshard.program import Program, shallow
 from autoshard.rules import op_name
@@ -134,7 +135,7 @@ def _without_empty(node: fx.Node) -> None:
     """A tensor joined to ones of shape (0,), such as a cache that holds nothing yet, is itself. It
     is a copy of it: what follows may be a view that only a contiguous tensor has."""
     parts = list(node.args[0])
-    full = [n for n in parts if tuple(n.meta["val"].shape) != (0,)]
+    full = [n for n in parts if tuple(map(expression, n.meta["val"].shape)) != (0,)]
     if len(full) == 1 < len(parts) and full[0].meta["val"].dtype == node.meta["val"].dtype:
         node.target, node.args = aten.clone.default, (full[0],)
         node.kwargs = {"memory_format": torch.contiguous_format}

@@ -14,20 +14,19 @@ from typing import ClassVar
 from autoshard.axes import atoms
 from autoshard.chain import Pass
 from autoshard.experts import dispatches
-from autoshard.program import Assignment, Program, module_path, shallow
+from autoshard.program import Assignment, Program, shallow
 from autoshard.rules.experts import experts_of, inner_axes, ragged_of
 
 
 @dataclass(frozen=True)
 class ExpertParallel(Pass):
-    name: ClassVar[str] = "expert_parallel"
-    assigns: ClassVar[bool] = True
+    name: ClassVar[str] = "expert_parallel"  # of a second graph too: its tokens are other axes
 
     def __call__(self, program: Program) -> Program:
         program = shallow(program)
         found = dispatches(program.graph)
         over = tuple(m for m, _ in program.mesh.parts("ep"))
-        cut: dict[int, str] = {}
+        cut = {id(a.axis) for a in program.assignments if a.strategy == self.name}
         for node in found:
             typing = program.typings[node]
             experts = experts_of(typing)
@@ -35,23 +34,24 @@ class ExpertParallel(Pass):
             if takes and id(experts[0]) not in cut:
                 reason = "each rank has some experts; tokens go to them and back"
                 program.assignments.append(Assignment(experts[0], takes, 200, self.name, reason))
-                cut[id(experts[0])] = module_path(node)
+                cut.add(id(experts[0]))
             tokens = {id(a) for a in atoms(typing.out[-1][0])}
             inner = inner_axes(program.typings, node)
             taken = {m for a in program.assignments if id(a.axis) in inner for m in a.mesh_axes}
             names = {m.partition(".")[0] for m in taken}
             where = {m: a for a in program.assignments if id(a.axis) in tokens for m in a.mesh_axes}
             follows = [m for m in where if m not in takes and m.partition(".")[0] not in names]
-            for m in follows:
+            for m in follows if id(ragged_of(typing)) not in cut else ():
                 program.assignments.append(
                     Assignment(
                         ragged_of(typing), (m,), where[m].priority, self.name, "as its tokens are"
                     )
                 )
-        if over and not cut:
-            why = program.unfused or ["the model has none"]
+        left = list(dict.fromkeys(program.unfused))
+        if over and (left or not cut):
+            whose = "some" if cut else "no"
             program.notes.append(
-                "expert_parallel: no experts to cut over ep, which carries samples only: "
-                + "; ".join(dict.fromkeys(why))
+                f"expert_parallel: {whose} experts are cut over ep, which carries samples in any "
+                f"case: {'; '.join(left) or 'the model has none'}"
             )
         return program

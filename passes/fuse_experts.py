@@ -120,6 +120,7 @@ class _Block(Routing):
             self.ids = self.ids.args[0]
         if len(shape_of(self.ids)) < 2:
             raise Unfit("tokens that do not all have the same number of experts")
+        self.refuse_strangers()
         self.classify()
         if self.roles.get(of) not in ("offsets", "ids", "sorted"):
             raise Unfit("an order of tokens that is not by expert")
@@ -158,7 +159,7 @@ class _Block(Routing):
         if len(shape) != 2 or shape[0] != self.rows:
             return None
         if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
-            if self.roles.get(user.args[2]) not in ("token", "repeated"):
+            if self.roles.get(user.args[2]) not in self.of_tokens:
                 return None
             if not is_zero(user.args[0]):
                 return None
@@ -182,6 +183,11 @@ class _Block(Routing):
         if list(dims) not in ([1], [-2]) or argument(summed[0], 2, "keepdim", False):
             return None
         return rows, summed[0]
+
+    @property
+    def of_tokens(self) -> tuple[str, ...]:
+        """The roles of integers that say which token a row is of."""
+        return ("token", "repeated", *(("order",) if self.k == 1 else ()))
 
     @property
     def sorted_rows(self) -> bool:
@@ -234,7 +240,7 @@ class _Block(Routing):
         kind, looked = op_name(node.target), lookup(node)
         if looked is not None:
             source, role = looked[0], self.roles.get(looked[1])
-            if role in ("token", "repeated") and len(shape_of(source)) == 2:
+            if role in self.of_tokens and len(shape_of(source)) == 2:
                 return "rows", source
             if role == "order" and len(shape_of(source)) == 1:
                 return "scalar", self.by_token(source)

@@ -200,7 +200,9 @@ def test_mixtral(mesh):
     report = verify(tiny("mixtral"), mesh, batch(), steps=1)
     assert report.ok, report
     assert ways(report) == 2
-    assert [c for c in report.sharded.program.conversions if c.axes == ("cp",)] == []
+    conversions = report.sharded.program.conversions
+    gathered = [c for c in conversions if c.axes == ("cp",) and "all_gather" in c.kind]
+    assert not [c.why for c in gathered if "mlp" in c.why], "tokens need not be whole"
     if "ep" in mesh:
         assert layouts(report, "0.mlp.experts.down_proj")["ep"].role == "experts"
 
@@ -260,7 +262,7 @@ def test_experts_that_compute_every_token():
     report = verify(Model("everywhere"), "ep=2", tokens(), steps=1)
     assert report.ok, report
     assert ways(report) == 0
-    assert "no experts to cut over ep" in "".join(report.sharded.program.notes)
+    assert "no experts are cut over ep" in "".join(report.sharded.program.notes)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,7 @@ def test_experts_that_compute_every_token():
 def test_sizes_that_do_not_divide(sizes):
     report = verify(Model("added", **sizes), "ep=4", tokens(), steps=1)
     assert report.ok, report
+    assert ways(report) == 1
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
