@@ -100,6 +100,8 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether every element of the result depends on one element of each operand."""
     tags = getattr(node.target, "tags", ())
+    if op_name(node.target) == "where":
+        return len(node.args) > 1  # of a condition alone: positions
     if op_name(node.target) in ELEMENTWISE:
         return True
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -224,7 +224,7 @@ class Partitioner(Converter):
                         space[id(axis)] = axis
         rows = {id(a): a for dims in tensors for d in dims for a in atoms(d) if id(a) in self.rows}
         if rows:
-            self._rows_stay_apart(rows, whole | apart, banned)
+            self._rows_stay_apart(rows, whole | _ids([typing.apart[:1]]), banned)
         derived = any(v.derived for v in values)
         modes: dict[str, Any] = {}
         for m in self.axes:

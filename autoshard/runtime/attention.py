@@ -335,7 +335,7 @@ def _to_width(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _is_flash(q: torch.Tensor, width: int) -> bool:
     """Of CUDA's two kernels, whether it is the one of half types."""
-    able = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    able = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
     return able and q.dtype != torch.float32 and width <= 256
 
 
