@@ -2,6 +2,8 @@
 
 pytest --slow tests/test_zoo.py --junitxml results.xml
 python tests/readme_tables.py results.xml
+
+What a part of the tests (``-k cp=``) does not tell stays as it is there.
 """
 
 from __future__ import annotations
@@ -96,23 +98,47 @@ def row(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[s
     return [kind, *(signs(passed, refused, cases) for cases in plain + stages + ways)]
 
 
-def tables(path: str) -> str:
+def cells_of(text: str) -> dict[tuple[str, str], str]:
+    """The cells of the tables in a text, by the first cell of their row and the column's header."""
+    found: dict[tuple[str, str], str] = {}
+    headers: list[str] = []
+    for line in text.splitlines():
+        cells = [c.strip() for c in line.strip("|").split("|")] if line.startswith("|") else []
+        for header, cell in zip(headers, cells, strict=False):
+            found[cells[0], header] = cell
+        headers = cells if not headers or not cells else headers
+    return found
+
+
+def kept(rows: list[list[Any]], headers: list[str], old: dict[tuple[str, str], str]) -> Any:
+    """The rows, with what no result tells as it was before."""
+    for row in rows:
+        for at, cell in enumerate(row):
+            if str(cell).startswith("? of") or set(str(cell)) <= set("?/ "):
+                row[at] = old.get((row[0], headers[at]), cell)
+    return rows
+
+
+def tables(path: str, before: str = "") -> str:
+    """The tables of a file of results. ``before``: those of earlier ones, for what it does not
+    tell."""
     passed, fallbacks, refused = read(path)
+    old = cells_of(before)
     stages = " / ".join(map(str, STAGES))
     headers = ["architecture", *MESHES, *(f"{mesh}, ZeRO {stages}" for mesh in ZERO_MESHES)]
     headers += [mesh + (f", ZeRO {stage}" if stage else "") for mesh, stage in CONTEXT_MESHES]
-    architectures = tabulate(
-        [[*row(passed, refused, kind), fallbacks.get(kind, "?")] for kind in TYPES],
-        headers=[*headers, "fallback ops"],
-        tablefmt="github",
-    )
+    headers.append("fallback ops")
+    rows = [[*row(passed, refused, kind), fallbacks.get(kind, "?")] for kind in TYPES]
+    architectures = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
     counted = []
     for name, options in COMBINATIONS.items():
         kinds = RECOMPUTED if "block" in options[0] else TYPES
-        results = [passed.get(Case(kind, *each), False) for kind in kinds for each in options]
+        results = [passed.get(Case(kind, *each)) for kind in kinds for each in options]
         meshes = " and ".join(mesh for mesh, *_ in options)
-        counted.append([name, meshes, f"{sum(results)} of {len(results)}"])
-    combinations = tabulate(counted, headers=["strategies", "meshes", "equal"], tablefmt="github")
+        equal = "?" if set(results) == {None} else results.count(True)
+        counted.append([name, meshes, f"{equal} of {len(results)}"])
+    headers = ["strategies", "meshes", "equal"]
+    combinations = tabulate(kept(counted, headers, old), headers=headers, tablefmt="github")
     others = sorted({case.kind for case in passed} - set(TYPES))
     why = {case.kind: text for case, text in refused.items()}
     work = [kind for kind in others if passed.get(Case(kind, *OTHERS), False)]
@@ -127,13 +153,17 @@ def tables(path: str) -> str:
         "",
         combinations,
         "",
+    ]
+    of_others = [
         f"Of the {len(others)} other causal language models of transformers 5.24 that the tests",
         f"build, {len(work)} agree on `dp=2,tp=2` with sequence parallelism and ZeRO 3. The others",
         "are refused by name:",
         "",
         *(f"* `{k}`: {_short(why[k])}" for k in others if k in why),
     ]
-    return "\n".join(lines)
+    if not others and "Of the " in before:
+        of_others = ["Of the " + before.partition("Of the ")[2].strip()]
+    return "\n".join([*lines, *of_others])
 
 
 def _short(text: str) -> str:
@@ -147,8 +177,8 @@ def _short(text: str) -> str:
 def main() -> None:
     text = README.read_text()
     before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    README.write_text(f"{before}{BEGIN}\n\n{tables(sys.argv[1])}\n\n{END}{after}")
+    old, after = rest.split(END)
+    README.write_text(f"{before}{BEGIN}\n\n{tables(sys.argv[1], old)}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

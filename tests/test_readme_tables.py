@@ -96,4 +96,15 @@ def test_what_was_not_run_is_a_question_and_not_counted(tmp_path):
     text = readme_tables.tables(path)
     assert cells(text, "llama")[4:6] == ["? / ? / yes", "? / ? / ?"]
     assert cells(text, "data parallel, ZeRO 3, accumulation", "dp=4") == ["1 of 24"]
-    assert cells(text, "data parallel, ZeRO 2, accumulation", "dp=4") == ["0 of 24"]
+    assert cells(text, "data parallel, ZeRO 2, accumulation", "dp=4") == ["? of 24"]
+
+
+def test_what_was_not_run_again_stays_as_it_was(everything, tmp_path):
+    cases = [Case(kind, "cp=4", context="ulysses") for kind in readme_tables.TYPES]
+    path = results(tmp_path / "results.xml", cases, refused=[cases[2]])
+    text = readme_tables.tables(path, everything)
+    assert cells(text, "llama")[:5] == cells(everything, "llama")[:5]
+    assert cells(text, "llama")[7] == "? / ? / yes"
+    assert cells(text, "context parallel, ring", "cp=2 and cp=4") == ["46 of 48"]
+    assert cells(text, "context parallel, ulysses", "cp=2 and cp=4") == ["23 of 48"]
+    assert "Of the 2 other causal" in text and "* `jetmoe`" in text
