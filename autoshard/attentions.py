@@ -154,20 +154,15 @@ def _own(node: fx.Node) -> Iterator[str]:
     """The names of the attention, and of what it reads and what reads it through views and
     conversions."""
     yield node.name
-    ahead, seen = list(node.all_input_nodes), {node}
-    while ahead:
-        at = ahead.pop()
-        if at not in seen and _passes(at):
-            seen.add(at)
-            yield at.name
-            ahead += at.all_input_nodes
-    ahead = list(node.users)
-    while ahead:
-        at = ahead.pop()
-        if at not in seen and _passes(at):
-            seen.add(at)
-            yield at.name
-            ahead += at.users
+    seen = {node}
+    for near in (lambda n: n.all_input_nodes, lambda n: n.users):
+        ahead = list(near(node))
+        while ahead:
+            at = ahead.pop()
+            if at not in seen and _passes(at):
+                seen.add(at)
+                yield at.name
+                ahead += near(at)
 
 
 def _passes(node: fx.Node) -> bool:

@@ -161,45 +161,47 @@ def _rows(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
     return torch.cat([x[:0], *(x.narrow(0, at, length) for at, length in spans)])
 
 
-def _send_rows(sent: list[torch.Tensor], lengths: list[int], group: str) -> list[torch.Tensor]:
-    """Send every rank its tensor; ``lengths``: rows that come from each."""
-    split = [len(x) for x in sent]
-    got = c10d.all_to_all_single(torch.cat(sent).contiguous(), lengths, split, group)
-    return list(c10d.wait_tensor(got).split(lengths))
+def _carried(
+    rows: torch.Tensor, link: Link, sent: list[Any], got: list[Any], length: int, put: Any
+) -> torch.Tensor:
+    """Rows sent to every rank, and what comes put into ``length`` rows of zeros. ``sent[rank]``:
+    where the rows for it begin here, and how many; ``got[rank]``: where they begin there, where
+    they go here, and how many. ``put``: writes or adds them."""
+    others = [r for r in range(link.size) if r != link.index]
+    parts = [_rows(rows, sent[r] if r in others else []) for r in range(link.size)]
+    lengths = [sum(n for *_, n in got[r]) if r in others else 0 for r in range(link.size)]
+    split = [len(part) for part in parts]
+    came = c10d.all_to_all_single(torch.cat(parts).contiguous(), lengths, split, link.group)
+    came = c10d.wait_tensor(came).split(lengths)
+    made = rows.new_zeros(length, *rows.shape[1:])
+    for r in range(link.size):
+        at = 0
+        for place, target, n in got[r]:
+            source = rows.narrow(0, place, n) if r == link.index else came[r].narrow(0, at, n)
+            put(made.narrow(0, target, n), source)
+            at += n
+    return made
 
 
 def _fetch(x: torch.Tensor, link: Link, reach: Reach, sizes: Pair) -> torch.Tensor:
-    rows, ranks = x.movedim(reach[0], 0), range(link.size)
-    out = [_shared(link, link.index, r, reach, sizes) for r in ranks]
-    into = [_shared(link, r, link.index, reach, sizes) for r in ranks]
-    sent = [_rows(rows, [(a, n) for a, _, n in out[r]] if r != link.index else []) for r in ranks]
-    lengths = [sum(n for *_, n in into[r]) if r != link.index else 0 for r in ranks]
-    got = _send_rows(sent, lengths, link.group)
+    ranks = range(link.size)
+    sent = [_shared(link, link.index, r, reach, sizes) for r in ranks]
+    got = [_shared(link, r, link.index, reach, sizes) for r in ranks]
+    spans = [[(here, n) for here, _, n in each] for each in sent]
     total = sum(max(b - a, 0) for a, b in windows(link, link.index, reach, sizes))
-    made = rows.new_zeros(total, *rows.shape[1:])
-    for r in ranks:
-        at = 0
-        for place, target, n in into[r]:
-            source = rows.narrow(0, place, n) if r == link.index else got[r].narrow(0, at, n)
-            made.narrow(0, target, n).copy_(source)
-            at += n
+    rows = x.movedim(reach[0], 0)
+    made = _carried(rows, link, spans, got, total, torch.Tensor.copy_)
     return made.movedim(0, reach[0])
 
 
 def _fetch_back(x: torch.Tensor, link: Link, reach: Reach, sizes: Pair) -> torch.Tensor:
-    rows, ranks = x.movedim(reach[0], 0), range(link.size)
-    out = [_shared(link, r, link.index, reach, sizes) for r in ranks]
-    into = [_shared(link, link.index, r, reach, sizes) for r in ranks]
-    sent = [_rows(rows, [(t, n) for _, t, n in out[r]] if r != link.index else []) for r in ranks]
-    lengths = [sum(n for *_, n in into[r]) if r != link.index else 0 for r in ranks]
-    got = _send_rows(sent, lengths, link.group)
-    made = rows.new_zeros(link.length(sizes[0]), *rows.shape[1:])
-    for r in ranks:
-        at = 0
-        for place, target, n in into[r]:
-            source = rows.narrow(0, target, n) if r == link.index else got[r].narrow(0, at, n)
-            made.narrow(0, place, n).add_(source)
-            at += n
+    ranks = range(link.size)
+    sent = [_shared(link, r, link.index, reach, sizes) for r in ranks]
+    got = [_shared(link, link.index, r, reach, sizes) for r in ranks]
+    spans = [[(here, n) for _, here, n in each] for each in sent]
+    back = [[(there, here, n) for here, there, n in each] for each in got]
+    rows = x.movedim(reach[0], 0)
+    made = _carried(rows, link, spans, back, link.length(sizes[0]), torch.Tensor.add_)
     return made.movedim(0, reach[0])
 
 

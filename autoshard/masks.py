@@ -170,6 +170,7 @@ class Verdict:
 UNKNOWN = Verdict("other", True)
 
 
+@torch.random.fork_rng(devices=[])
 def judge(
     program: Program,
     score: fx.GraphModule,
@@ -180,18 +181,7 @@ def judge(
     """What the scores of products ``[b, h, i, j]`` of this shape and type do; ``vectors``: the
     outer nodes that the score graph is given. It is tried on numbers drawn from one seed; the
     caller's random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _judge(program, score, vectors, shape, dtype)
-
-
-def _judge(
-    program: Program,
-    score: fx.GraphModule,
-    vectors: list[fx.Node],
-    shape: tuple[Any, ...],
-    dtype: torch.dtype,
-) -> Verdict:
+    torch.default_generator.manual_seed(0)  # and no device's: those are not forked
     of_sizes, harmless = [], True
     for vector in vectors:
         needed = ancestors([vector])

@@ -47,6 +47,7 @@ class Writer:
         self.program, self.mesh = program, program.mesh
         self.axes = program.mesh.axes
         self.batch_axes = [m for m in self.axes if m.partition(".")[0] in DATA_AXES]
+        self.context_axes = [m for m in self.axes if m.partition(".")[0] == "cp"]
         self.graph = fx.Graph()
         self.source: Any = None
         self.env: dict[fx.Node, Any] = {}  # node of the old graph -> Value, number or list of them

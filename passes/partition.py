@@ -123,7 +123,7 @@ class Partitioner(Converter):
 
     def _home(self, m: str, dims: tuple[Dim, ...], is_input: bool) -> Axis | None:
         """The axis that a parameter (or, over the data axes, an input) is stored cut on."""
-        if m.partition(".")[0] == "cp" or (is_input and m not in self.batch_axes):
+        if m in self.context_axes or (is_input and m not in self.batch_axes):
             return None
         ranked = self.assigned[m]
         found = [a for d in dims for a in atoms(d) if id(a) in ranked and not a.opaque]
@@ -243,8 +243,10 @@ class Partitioner(Converter):
     def _meets(self, m: str, typing: Typing, space: dict[int, Axis]) -> bool:
         """Whether a mesh axis may cut the dimensions that an op states as apart: a part of cp that
         cuts no heads here."""
-        context = [c for c in self.axes if c.partition(".")[0] == "cp"]
-        if m not in context[:1] or len(leaves(typing.apart[0] if typing.apart else ())) != 1:
+        if (
+            m not in self.context_axes[:1]
+            or len(leaves(typing.apart[0] if typing.apart else ())) != 1
+        ):
             return False
         ranked = self.assigned[m]
         cut = typing.apart if typing.window else typing.apart[:1]
@@ -314,7 +316,7 @@ class Partitioner(Converter):
 
     def _mode(self, m: str, typing: Typing, values: list[Value], space: Any, derived: bool) -> Any:
         states = [v.layout[m] for v in values]
-        context = m.partition(".")[0] == "cp"
+        context = m in self.context_axes
         if P in states and self._stays_partial(m, typing, values, states):
             return P
         ranked = self.assigned[m]
