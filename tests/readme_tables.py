@@ -3,7 +3,7 @@
 pytest --slow tests/test_zoo.py --junitxml results.xml
 python tests/readme_tables.py results.xml
 
-What a part of the tests (``-k cp=``) does not tell stays as it is there.
+What a part of the tests (``-k with_ep``) does not tell stays as it is there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
-from zoo import CONTEXTS, RECOMPUTED, TYPES, Case
+from zoo import AUXILIARY, CONTEXTS, EXPERT_MESHES, MIXTURES, RECOMPUTED, TYPES, Case
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
@@ -47,6 +47,18 @@ for strategies, on in (
     for way in CONTEXTS:
         cases = [(mesh, True, stage, "none", way) for mesh, stage in on]
         COMBINATIONS[f"{strategies}, {way}"] = cases
+for strategies, on in (
+    ("expert parallel", EXPERT_MESHES[:2]),
+    ("data + expert parallel", EXPERT_MESHES[2:3]),
+    ("expert + tensor + sequence parallel", EXPERT_MESHES[3:4]),
+    ("context + expert parallel", EXPERT_MESHES[4:5]),
+    ("expert parallel, ZeRO 3, accumulation", EXPERT_MESHES[5:]),
+):
+    for auxiliary in (False, True):
+        name = f"{strategies}, loss of routers" if auxiliary else strategies
+        COMBINATIONS[name] = [(mesh, True, stage, "none", "ring", auxiliary) for mesh, stage in on]
+WITHOUT_EXPERTS = "data parallel over ep, without experts"
+COMBINATIONS[WITHOUT_EXPERTS] = [("ep=2",), ("dp=2,ep=2",)]
 SIGNS = {None: "?", True: "yes", False: "NO"}
 OTHERS = ("dp=2,tp=2", True, 3, "none")  # what the other models are tried on
 
@@ -67,6 +79,7 @@ def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[Case, str]]:
             int(found["zero"]),
             found["recompute"],
             found["context"],
+            found["auxiliary"] == "True",
         )
         failed = test.find("failure") is not None or test.find("error") is not None
         passed[case] = passed.get(case, True) and not failed and "refused" not in found
@@ -98,6 +111,32 @@ def row(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[s
     return [kind, *(signs(passed, refused, cases) for cases in plain + stages + ways)]
 
 
+def row_of_mixture(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[str]:
+    """Without the loss of routers / with it, where the model has one."""
+    losses = (False, True) if kind in AUXILIARY else (False,)
+    cells = [
+        [Case(kind, mesh, zero=stage, auxiliary=auxiliary) for auxiliary in losses]
+        for mesh, stage in EXPERT_MESHES
+    ]
+    return [kind, *(signs(passed, refused, cases) for cases in cells)]
+
+
+def counted_kinds(name: str, options: list[tuple[Any, ...]]) -> list[str]:
+    """The architectures that a row of strategies counts."""
+    if name == WITHOUT_EXPERTS:
+        return [kind for kind in TYPES if kind not in MIXTURES]
+    case = Case("", *options[0])
+    if case.auxiliary:
+        return list(AUXILIARY)
+    if "ep" in case.mesh:
+        return list(MIXTURES)
+    return list(RECOMPUTED) if case.recompute != "none" else TYPES
+
+
+def with_stage(mesh: str, stage: int) -> str:
+    return f"{mesh}, ZeRO {stage}" if stage else mesh
+
+
 def cells_of(text: str) -> dict[tuple[str, str], str]:
     """The cells of the tables in a text, by the first cell of their row and the column's header."""
     found: dict[tuple[str, str], str] = {}
@@ -126,13 +165,16 @@ def tables(path: str, before: str = "") -> str:
     old = cells_of(before)
     stages = " / ".join(map(str, STAGES))
     headers = ["architecture", *MESHES, *(f"{mesh}, ZeRO {stages}" for mesh in ZERO_MESHES)]
-    headers += [mesh + (f", ZeRO {stage}" if stage else "") for mesh, stage in CONTEXT_MESHES]
+    headers += [with_stage(*each) for each in CONTEXT_MESHES]
     headers.append("fallback ops")
     rows = [[*row(passed, refused, kind), fallbacks.get(kind, "?")] for kind in TYPES]
     architectures = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
+    headers = ["mixtures of experts", *(with_stage(*each) for each in EXPERT_MESHES)]
+    rows = [row_of_mixture(passed, refused, kind) for kind in MIXTURES]
+    mixtures = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
     counted = []
     for name, options in COMBINATIONS.items():
-        kinds = RECOMPUTED if "block" in options[0] else TYPES
+        kinds = counted_kinds(name, options)
         results = [passed.get(Case(kind, *each)) for kind in kinds for each in options]
         meshes = " and ".join(mesh for mesh, *_ in options)
         equal = "?" if set(results) == {None} else results.count(True)
@@ -150,6 +192,11 @@ def tables(path: str, before: str = "") -> str:
         "steps agree with one device to 1e-9 in float64.",
         "",
         architectures,
+        "",
+        "Experts cut over ep. Columns of a mesh: without / with the loss of the routers",
+        "(`output_router_logits`), where the model adds one.",
+        "",
+        mixtures,
         "",
         combinations,
         "",

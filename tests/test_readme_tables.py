@@ -27,14 +27,15 @@ def results(path, cases, failed=(), refused=()):
 
 
 MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO + test_zoo.CONTEXT
+MATRIX += test_zoo.EXPERTS + test_zoo.WITHOUT_EXPERTS
 OTHERS = [Case(kind, *readme_tables.OTHERS) for kind in ("olmo", "jetmoe")]
 
 
-def cells(text, *start):
-    """The row of a table that starts with these cells; the cells after them."""
+def cells(text, *start, table=0):
+    """The row of a table that starts with these cells; the cells after them. ``table``: which, of
+    several that have such a row."""
     rows = [[c.strip() for c in r.strip("|").split("|")] for r in text.splitlines()]
-    (found,) = [row[len(start) :] for row in rows if row[: len(start)] == list(start)]
-    return found
+    return [row[len(start) :] for row in rows if row[: len(start)] == list(start)][table]
 
 
 @pytest.fixture
@@ -46,13 +47,14 @@ def everything(tmp_path):
             Case("llama", "dp=4", zero=2),
             Case("gpt2", "tp=2", sequence_parallel=False),
             Case("bloom", "cp=4", context="ulysses"),
+            Case("gpt_oss", "ep=4", auxiliary=True),
         ],
         refused=[Case("jetmoe", *readme_tables.OTHERS), *test_zoo.SCANS],
     )
     return readme_tables.tables(path)
 
 
-def test_the_full_matrix_fills_both_tables(everything):
+def test_the_full_matrix_fills_all_tables(everything):
     assert "?" not in everything
     assert cells(everything, "glm4") == [
         *("yes / yes", "yes / yes", "yes", "yes / yes"),
@@ -65,6 +67,12 @@ def test_a_failure_shows_where_it_is(everything):
     assert cells(everything, "llama")[4:6] == ["yes / NO / yes", "yes / yes / yes"]
     assert cells(everything, "gpt2")[0] == "yes / NO"
     assert cells(everything, "bloom")[7] == "yes / yes / NO"
+
+
+def test_mixtures_have_a_table_of_their_own(everything):
+    assert cells(everything, "mixtral", table=1) == ["yes / yes"] * 6
+    assert cells(everything, "gpt_oss", table=1)[:2] == ["yes / yes", "yes / NO"]
+    assert cells(everything, "deepseek_v3", table=1) == ["yes"] * 6
 
 
 def test_what_is_refused_says_so(everything):
@@ -82,6 +90,11 @@ def test_combinations_are_counted(everything):
         ("context parallel, ring", "cp=2 and cp=4", "46 of 48"),
         ("context parallel, ulysses", "cp=2 and cp=4", "45 of 48"),
         ("context parallel, ZeRO 3, accumulation, ring", "cp=2", "23 of 24"),
+        ("expert parallel", "ep=2 and ep=4", "8 of 8"),
+        ("expert parallel, loss of routers", "ep=2 and ep=4", "5 of 6"),
+        ("context + expert parallel", "cp=2,ep=2", "4 of 4"),
+        ("expert parallel, ZeRO 3, accumulation", "ep=2", "4 of 4"),
+        ("data parallel over ep, without experts", "ep=2 and dp=2,ep=2", "40 of 40"),
     ):
         assert cells(everything, strategies, meshes) == [want]
 

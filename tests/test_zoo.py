@@ -1,9 +1,10 @@
 """Architectures of `transformers` on meshes, all ranks in this process, against one device.
 
 Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and ZeRO 3, on ``tp=2`` with neither, and
-on ``cp=2,tp=2`` with one of the ways of context parallelism; and a few cases of the rest that
-change every day (``AUTOSHARD_DAY=2026-01-31`` brings a day back). ``--slow`` runs the full matrix.
-Every case with a ZeRO stage adds up two batches a step.
+on ``cp=2,tp=2`` with one of the ways of context parallelism; one with mixtures of experts on each
+of the meshes that cut experts; and a few cases of the rest that change every day
+(``AUTOSHARD_DAY=2026-01-31`` brings a day back). ``--slow`` runs the full matrix. Every case with a
+ZeRO stage adds up two batches a step.
 """
 
 import os
@@ -11,7 +12,18 @@ import random
 from datetime import date
 
 import pytest
-from zoo import CONTEXTS, RECOMPUTED, TYPES, WITHOUT_SCANS, Case, batch, tiny
+from zoo import (
+    AUXILIARY,
+    CONTEXTS,
+    EXPERT_MESHES,
+    MIXTURES,
+    RECOMPUTED,
+    TYPES,
+    WITHOUT_SCANS,
+    Case,
+    batch,
+    tiny,
+)
 
 from autoshard import autoshard, verify
 from autoshard.errors import CaptureError, ShardingError
@@ -71,10 +83,26 @@ SCANS = [case for case in CONTEXT if case.kind not in WITHOUT_SCANS]
 QUICK_CONTEXT = [
     Case(kind, "cp=2,tp=2", context=CONTEXTS[at % 3]) for at, kind in enumerate(WITHOUT_SCANS)
 ]
+EXPERTS = [
+    Case(kind, mesh, zero=stage, auxiliary=auxiliary)
+    for mesh, stage in EXPERT_MESHES
+    for auxiliary in (False, True)
+    for kind in (AUXILIARY if auxiliary else MIXTURES)
+]
+QUICK_EXPERTS = [
+    Case(MIXTURES[at % 4], mesh, zero=stage, auxiliary=at >= 4)
+    for at, (mesh, stage) in enumerate(EXPERT_MESHES)
+]
+#: Models without experts, whose batch ep cuts as dp does.
+WITHOUT_EXPERTS = [
+    Case(kind, mesh) for mesh in ("ep=2", "dp=2,ep=2") for kind in TYPES if kind not in MIXTURES
+]
+WITH_EP = [case for case in EXPERTS if case not in QUICK_EXPERTS] + WITHOUT_EXPERTS
 DAY = date.fromisoformat(os.environ.get("AUTOSHARD_DAY", date.today().isoformat()))
 CHANCE = random.Random(DAY.toordinal())
 TODAY = CHANCE.sample(WITHOUT_ZERO, 5) + CHANCE.sample(WITH_ZERO, 5)
 TODAY += CHANCE.sample([case for case in WITH_CONTEXT if case not in QUICK_CONTEXT], 5)
+TODAY += CHANCE.sample(WITH_EP, 3)
 OTHERS_TODAY = CHANCE.sample(OTHERS, 3)
 
 
@@ -87,7 +115,7 @@ def proved(record, case: Case, steps: int = 2) -> None:
     """Agrees with one device; `tests/readme_tables.py` reads what is recorded here."""
     record_case(record, case)
     report = verify(
-        tiny(case.kind),
+        tiny(case.kind, **({"output_router_logits": True} if case.auxiliary else {})),
         case.mesh,
         example_inputs=batch(),
         steps=steps,
@@ -109,6 +137,11 @@ def test_trains_like_one_device(case, record_property):
 @pytest.mark.parametrize("case", QUICK_CONTEXT, ids=str)
 def test_tokens_cut_through_attention_train_like_one_device(case, record_property):
     proved(record_property, case, steps=1)
+
+
+@pytest.mark.parametrize("case", QUICK_EXPERTS, ids=str)
+def test_experts_on_meshes_with_ep_train_like_one_device(case, record_property):
+    proved(record_property, case)
 
 
 def refused_for_its_scan(record, case: Case) -> None:
@@ -145,6 +178,12 @@ def test_todays_sample_trains_like_one_device(case, record_property):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITHOUT_ZERO + WITH_ZERO + WITH_CONTEXT, ids=str)
 def test_full_matrix_trains_like_one_device(case, record_property):
+    proved(record_property, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_EP, ids=str)
+def test_all_meshes_with_ep_train_like_one_device(case, record_property):
     proved(record_property, case)
 
 

@@ -29,6 +29,9 @@ TYPES = (
 ).split()
 #: Those that are also tried with blocks computed again in backward.
 RECOMPUTED = ("llama", "gpt2", "mixtral", "bert")
+#: Those with mixtures of experts, and of these the ones that can add the loss of their routers.
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+AUXILIARY = MIXTURES[:3]
 #: How attention reads the tokens of other ranks of cp.
 CONTEXTS = ("ring", "allgather", "ulysses")
 #: Those whose tokens cp can cut: not a scan, which takes one token after another.
@@ -42,6 +45,7 @@ class Case(NamedTuple):
     zero: int = 0
     recompute: str = "none"
     context: str = "ring"
+    auxiliary: bool = False  # with the loss of the routers
 
     @property
     def accumulate(self) -> int:
@@ -53,8 +57,19 @@ class Case(NamedTuple):
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.context] if "cp" in self.mesh else []
+        parts += ["auxiliary"] if self.auxiliary else []
         return "-".join(parts)
 
+
+#: Meshes that cut experts, and the ZeRO stage on them.
+EXPERT_MESHES = (
+    ("ep=2", 0),
+    ("ep=4", 0),
+    ("dp=2,ep=2", 0),
+    ("ep=2,tp=2", 0),
+    ("cp=2,ep=2", 0),
+    ("ep=2", 3),
+)
 
 #: What a config field is set to, where the config has it.
 SIZES = {
