@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import expert_jobs as jobs
-import gloo
+import mixtures
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
-from compare import difference, differences
 from expert_jobs import CASES
+from test_gloo import each, ranks_of
 from torch import nn
 from zoo import batch, tiny
 
@@ -51,7 +49,8 @@ def assert_part(found: dict, case: jobs.Case, ranks: int, rank: int) -> None:
             assert_near(found[name], wanted, f"{name} of rank {rank} of {ranks}")
 
 
-JOBS["train"] = (gloo.train, "mixtral")
+JOBS |= mixtures.QUICK | mixtures.OTHER
+ranks = ranks_of(SIZES, JOBS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,34 +61,12 @@ def test_experts_of_one_rank(name):
         assert_part(jobs.with_gradients(own, (), case.experts), case, 1, 0)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with tempfile.TemporaryDirectory() as folder:
-        gloo.launch(SIZES, JOBS, Path(folder))
-        return gloo.results_in(Path(folder), SIZES)
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", [2, 4])
 def test_experts_on_processes(ranks, count, name):
     """All hard cases: ranks that send or receive nothing, experts that get no token."""
-    for rank, every in enumerate(ranks):
-        found = every[f"{count} {name}"]
-        assert not isinstance(found, str), found
+    for rank, found in enumerate(each(ranks, f"{count} {name}")):
         assert_part(found, CASES[name], count, rank % count)
-
-
-def test_training_on_processes(ranks):
-    """Two steps of AdamW, ZeRO and clipping."""
-    wanted = gloo.train_alone("mixtral")
-    for rank, every in enumerate(ranks):
-        found = every["train"]
-        assert not isinstance(found, str), found
-        for key in ("loss", "norm"):
-            wrong = [difference(a, b) for a, b in zip(found[key], wanted[key], strict=True)]
-            assert wrong == ["", ""], f"rank {rank}: {key}"
-        for key in ("gradients", "state"):
-            assert differences(found[key], wanted[key]) == {}, f"rank {rank}"
 
 
 # --- models on meshes, in one process ---
