@@ -27,6 +27,7 @@ from zoo import (
 
 from autoshard import autoshard, verify
 from autoshard.errors import CaptureError, ShardingError
+from autoshard.runtime.experts import to_experts
 
 DATA_MESHES = ("dp=4", "dp=2,tp=2")  # those on which ZeRO has something to share out
 DENSE_DECODERS = """
@@ -125,8 +126,13 @@ def proved(record, case: Case, steps: int = 2) -> None:
         recompute=case.recompute,
         context_parallel=case.context,
     )
-    record("fallbacks", len(report.sharded.program.fallbacks))
+    program = report.sharded.program
+    record("fallbacks", len(program.fallbacks))
     assert report.ok, str(report)
+    if case.kind in MIXTURES and "ep" in case.mesh:  # not only equal: cut
+        assert any(node.target is to_experts for node in program.graph.nodes)
+        assert not program.unfused
+    assert not case.auxiliary or "aux_loss" in program.output_names
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
