@@ -5,7 +5,7 @@ Every job takes a mesh, or None for one device, and gives what a user would look
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import gloo
@@ -210,15 +210,17 @@ def train(
     axes: dict[str, int] | None = None,
     accumulate: int = 1,
     evaluates: bool = True,
+    rows: tuple[int, ...] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Two AdamW steps with clipping: losses, norms, gradients of both, the state, and if it
-    ``evaluates`` (which compiles once more) the loss in evaluation mode."""
+    ``evaluates`` (which compiles once more) the loss in evaluation mode. ``rows``: of each rank,
+    where not equally many."""
     model, inputs = made(case)
     model, mesh = model.double(), laid_out(mesh, axes)
     if mesh is not None:
         model = gloo.shard(mesh, model, inputs, **options)
-        inputs = rows_of(mesh, inputs)
+        inputs = gloo.local_rows(mesh, inputs, rows)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     out: dict[str, Any] = {"loss": [], "norm": [], "gradients": []}
     for _ in range(2):
@@ -338,7 +340,7 @@ def trained(mesh: Any, case: Case, axes: dict[str, int], accumulate: int, option
     return train(mesh, case, axes, accumulate, **options)
 
 
-def jobs(names: list[str], axes: dict[str, int], accumulate: int = 1, **options: Any) -> Any:
+def jobs(names: Iterable[str], axes: dict[str, int], accumulate: int = 1, **options: Any) -> Any:
     """A training job for each of some models, by a name that tells where."""
     where = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where += f" zero {options['zero']}" if "zero" in options else ""
@@ -359,12 +361,21 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "biased by load": (biased_by_load, LINE, {}),
     "corrected": (corrected, SQUARE, {"zero": 3}),
     "in half": (in_half, LINE, {}),
+    "uneven rows": (
+        train,
+        LINE,
+        {"case": Case("bias of forward"), "rows": (2, 1, 1, 0), "evaluates": False},
+    ),
+    "a token": (train, LINE, {"case": Case("one expert a token", 1), "evaluates": False}),
     "nan": (train, LINE, {"case": Case("nan"), "evaluates": False}),
 }
 OTHER = {name: (with_options, *job) for name, job in OTHER.items()}
-MESHES = (LINE, SQUARE, INSIDE)
-SLOW = {}
-for axes in MESHES:
-    SLOW |= jobs([*MIXTURES, *EXACT], axes) | jobs([*MIXTURES, *EXACT], axes, 2, zero=3)
-SLOW |= jobs(["nan", "inf"], SQUARE)
-SLOW["jitter"] = (jittered, SQUARE)
+#: What is slow, by mesh.
+SLOW = {
+    "line": jobs([*MIXTURES, *EXACT], LINE) | jobs(["nan", "inf"], LINE, evaluates=False),
+    "square": jobs(MIXTURES, SQUARE)
+    | jobs([*MIXTURES, *EXACT], SQUARE, 2, zero=3, evaluates=False)
+    | {"jitter": (jittered, SQUARE)},
+    "inside": jobs([*MIXTURES, *EXACT], INSIDE)
+    | jobs(MIXTURES, INSIDE, 2, zero=3, evaluates=False),
+}

@@ -77,7 +77,15 @@ def test_noise_in_a_router_is_no_one_devices():
 # --- on processes ---
 
 ranks = ranks_of(SIZES, JOBS)
-every = ranks_of(SIZES, mixtures.SLOW)
+line = ranks_of(SIZES, mixtures.SLOW["line"])
+square = ranks_of(SIZES, mixtures.SLOW["square"])
+inside = ranks_of(SIZES, mixtures.SLOW["inside"])
+MORE = [
+    (mesh, name)
+    for mesh, jobs in mixtures.SLOW.items()
+    for name, job in jobs.items()
+    if job[0] is mixtures.trained and job[1].name in (*EXACT, *mixtures.MIXTURES)
+]
 
 
 def assert_alike(got, want) -> None:
@@ -94,10 +102,6 @@ def assert_alike(got, want) -> None:
         assert difference(got["evaluated"], want["evaluated"]) == ""
 
 
-def is_exact(job: tuple) -> bool:
-    return job[0] is mixtures.trained and job[1].name in (*EXACT, *mixtures.MIXTURES)
-
-
 @pytest.mark.parametrize("name", mixtures.QUICK)
 def test_processes_train_like_one_device(ranks, name):
     _, case, _, accumulate, *_ = mixtures.QUICK[name]
@@ -106,10 +110,10 @@ def test_processes_train_like_one_device(ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, job in mixtures.SLOW.items() if is_exact(job)])
-def test_more_processes_train_like_one_device(every, name):
-    _, case, _, accumulate, *_ = mixtures.SLOW[name]
-    for got in each(every, name):
+@pytest.mark.parametrize("mesh, name", MORE)
+def test_more_processes_train_like_one_device(request, mesh, name):
+    _, case, _, accumulate, *_ = mixtures.SLOW[mesh][name]
+    for got in each(request.getfixturevalue(mesh), name):
         assert_alike(got, alone(case, accumulate))
 
 
@@ -130,10 +134,18 @@ def test_a_users_bias_moves_tokens(ranks, name):
         assert_alike(got, want)
 
 
+@pytest.mark.parametrize("name", ["uneven rows", "a token"])
+def test_few_tokens_on_processes(ranks, name):
+    """A rank has no row and computes with those of others; every rank has one token."""
+    want = alone(mixtures.OTHER[name][3]["case"])
+    for got in each(ranks, name):
+        assert_alike(got, want)
+
+
 @pytest.mark.slow
-def test_noise_on_processes(every):
+def test_noise_on_processes(square):
     """Every rank its own: the loss is one, and without noise that of one device."""
-    results = each(every, "jitter")
+    results = each(square, "jitter")
     for got in results:
         assert torch.equal(torch.stack(got["loss"]), torch.stack(results[0]["loss"]))
         assert torch.isfinite(torch.stack(got["loss"])).all()
@@ -147,8 +159,8 @@ def test_a_router_without_numbers_raises_nothing(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nan", "inf"])
-def test_a_router_without_numbers_on_other_meshes(every, name):
-    for got in each(every, f"{name} on dp=2,ep=2"):
+def test_a_router_without_numbers_on_a_line(line, name):
+    for got in each(line, f"{name} on ep=4"):
         assert_no_numbers(got, name)
 
 

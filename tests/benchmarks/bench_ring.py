@@ -16,10 +16,8 @@ to run beside: one in three is what theory leaves.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from turns import compared, on_two_processes, parser_of, quartiles, timed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gloo import join
@@ -132,22 +131,6 @@ def step(attend: Callable, given: Inputs, whole: int) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, [given[n] for n in "qkv"], given["grad"])]
 
 
-def timed(
-    modes: dict[str, Callable[[], Any]], size: argparse.Namespace, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of every step on this rank, per mode."""
-    times: dict[str, list[float]] = {name: [] for name in modes}
-    names = list(modes)
-    for turn in range(size.warmup + size.steps):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            begin = clock()
-            modes[name]()
-            if turn >= size.warmup:
-                times[name].append(clock() - begin)
-    return times
-
-
 class Late:
     """What to wait for, no earlier than some seconds after it began."""
 
@@ -181,22 +164,15 @@ def with_delay(seconds: float, at_once: bool, call: Callable[[], Any]) -> Callab
     return run
 
 
-def row(name: str, seconds: list[float]) -> list[Any]:
-    low, median, high = statistics.quantiles(seconds, n=4)
-    return [name, median * 1e3, low * 1e3, high * 1e3]
-
-
 def show(
-    compared: dict[str, list[float]], late: dict[str, list[float]], size: argparse.Namespace
+    times: dict[str, list[float]], late: dict[str, list[float]], size: argparse.Namespace
 ) -> None:
     from tabulate import tabulate
 
-    floor, rows = statistics.median(compared["hand-written"]), []
-    for name, seconds in compared.items():
-        ratio = statistics.median(seconds) / floor
+    floor, rows = times["hand-written"], []
+    for name, seconds in times.items():
         target = TARGET if name == "ring_attention" else None
-        verdict = "" if target is None else "met" if ratio <= target else "MISSED"
-        rows.append([*row(name, seconds), ratio, target, verdict])
+        rows.append([name, *compared(seconds, floor, target)])
     headers = ["mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
     print(tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
     rows, start = [], statistics.median(late["on time"])
@@ -204,7 +180,7 @@ def show(
         share = (statistics.median(seconds) - start) / (HOPS * size.delay / 1e3)
         target = EXPOSED if name == "late" else None
         verdict = "" if target is None else "met" if share <= target else "MISSED"
-        rows.append([*row(name, seconds), share, target, verdict])
+        rows.append([name, *quartiles(seconds), share, target, verdict])
     headers = ["sends", "median ms", "25 %", "75 %", "of delays", "at most", ""]
     print("\n" + tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", ".2f", ".2f", "")))
     shape = f"{size.heads} heads on {size.kv_heads} of {size.dim}, {size.length} positions"
@@ -218,33 +194,24 @@ def run(rank: int, folder: str, size: argparse.Namespace) -> None:
     calls = {n: lambda f=f: step(f, given, size.length) for n, f in MODES.items()}
     for found, wanted in zip(calls["ring_attention"](), calls["hand-written"](), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    clock = time.process_time if size.clock == "cpu" else time.perf_counter
-    compared = timed(calls, size, clock)
+    times = timed(calls, size, size.clock)
     mine, delay = calls["ring_attention"], size.delay / 1e3
     sends = {
         "on time": mine,
         "late": with_delay(delay, False, mine),
         "late, waited for": with_delay(delay, True, mine),
     }
-    late = timed(sends, size, time.perf_counter)
+    late = timed(sends, size, "wall")
     if rank == 0:
-        show(compared, late, size)
+        show(times, late, size)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in SIZE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser = parser_of(__doc__.splitlines()[0], SIZE)
     parser.add_argument("--delay", type=float, default=12.0, help="milliseconds")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what is counted")
-    size = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (folder, size), nprocs=2)
+    on_two_processes(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -17,10 +17,6 @@ the loss.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -29,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from turns import compared, on_two_processes, parser_of, timed
 
 TARGETS = {
     "tp=2": 1.05,
@@ -497,20 +494,13 @@ def measure(group: str, size: argparse.Namespace) -> dict[str, list[float]]:
         torch.manual_seed(0)
         steps[name] = build(size, mesh, batch)
     assert_same_loss({name: step() for name, (_, step) in steps.items()})
-    clock = time.process_time if size.clock == "cpu" else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(size.warmup + size.steps):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            parameters, step = steps[name]
-            for parameter in parameters:
-                parameter.grad = None
-            dist.barrier()
-            begin = clock()
-            step()
-            if turn >= size.warmup:
-                times[name].append(clock() - begin)
-    return times
+
+    def without_gradients(name: str) -> None:
+        for parameter in steps[name][0]:
+            parameter.grad = None
+
+    calls = {name: step for name, (_, step) in steps.items()}
+    return timed(calls, size, size.clock, without_gradients)
 
 
 def assert_same_loss(losses: dict[str, torch.Tensor]) -> None:
@@ -537,12 +527,10 @@ def run(rank: int, folder: str, size: argparse.Namespace) -> None:
     rows = []
     for group in size.groups:
         times = measure(group, size)
-        floor = statistics.median(next(iter(times.values())))
+        floor = next(iter(times.values()))
         for name, seconds in times.items():
-            low, median, high = statistics.quantiles(seconds, n=4)
-            ratio, target = median / floor, TARGETS[group] if name == "autoshard" else None
-            verdict = "" if target is None else "met" if ratio <= target else "MISSED"
-            rows.append([group, name, median * 1e3, low * 1e3, high * 1e3, ratio, target, verdict])
+            target = TARGETS[group] if name == "autoshard" else None
+            rows.append([group, name, *compared(seconds, floor, target)])
     if rank == 0:
         from tabulate import tabulate
 
@@ -562,19 +550,11 @@ def describe(size: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in SIZE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser = parser_of(__doc__.splitlines()[0], SIZE)
     parser.add_argument("--groups", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what is counted")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of ZeRO stages")
     parser.add_argument("--skip", nargs="*", default=[], help="modes to leave out, by name")
-    size = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (folder, size), nprocs=2)
+    on_two_processes(run, parser.parse_args())
 
 
 if __name__ == "__main__":
