@@ -80,9 +80,11 @@ ranks = ranks_of(SIZES, JOBS)
 line = ranks_of(SIZES, mixtures.SLOW["line"])
 square = ranks_of(SIZES, mixtures.SLOW["square"])
 inside = ranks_of(SIZES, mixtures.SLOW["inside"])
+architectures = ranks_of(SIZES, mixtures.SLOW["architectures"])
+architectures_stored = ranks_of(SIZES, mixtures.SLOW["architectures_stored"])
 MORE = [
-    (mesh, name)
-    for mesh, jobs in mixtures.SLOW.items()
+    (started, name)
+    for started, jobs in mixtures.SLOW.items()
     for name, job in jobs.items()
     if job[0] is mixtures.trained and job[1].name in (*EXACT, *mixtures.MIXTURES)
 ]
@@ -110,10 +112,10 @@ def test_processes_train_like_one_device(ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh, name", MORE)
-def test_more_processes_train_like_one_device(request, mesh, name):
-    _, case, _, accumulate, *_ = mixtures.SLOW[mesh][name]
-    for got in each(request.getfixturevalue(mesh), name):
+@pytest.mark.parametrize("started, name", MORE)
+def test_more_processes_train_like_one_device(request, started, name):
+    _, case, _, accumulate, *_ = mixtures.SLOW[started][name]
+    for got in each(request.getfixturevalue(started), name):
         assert_alike(got, alone(case, accumulate))
 
 
