@@ -89,12 +89,20 @@ class Local:
         self.p.note("ring_attention", node, values[0], node.args[1], numel)
 
     def note_rows(
-        self, kind: str, node: fx.Node, value: Value, over: tuple[str, ...], sizes: list[Any]
+        self,
+        kind: str,
+        node: fx.Node,
+        value: Value,
+        over: tuple[str, ...],
+        sizes: list[Any],
+        factor: float | None = None,
     ) -> None:
-        """Put rows of these dimensions, that travel to experts or back, into the tables."""
+        """Put rows of these dimensions, that travel to experts or back, into the tables;
+        ``factor``: how many times as many travel (of a capacity)."""
         layout = dict(self.modes)
         each = [math.prod(self.p.local_expression(d, layout) for d in dims) for dims in sizes]
-        self.p.note(kind, node, value, over, sum(each))
+        times = 1 if factor is None else sympy.nsimplify(factor)
+        self.p.note(kind, node, value, over, sum(each) * times)
 
     def value(self, position: int) -> fx.Node:
         return self._node(self.node.args[position])

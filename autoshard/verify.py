@@ -197,6 +197,7 @@ def verify(
     accumulate: int = 1,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
+    expert_capacity: float | None = None,
     zero: int = 1,
     zero_axes: tuple[str, ...] | None = None,
     reshard_after_forward: bool = True,
@@ -245,6 +246,7 @@ def verify(
         options={
             "sequence_parallel": sequence_parallel,
             "context_parallel": context_parallel,
+            "expert_capacity": expert_capacity,
             "strict": strict,
             "zero": zero,
             "zero_axes": zero_axes,
@@ -443,15 +445,13 @@ def _run_step(
 ) -> None:
     """Forward and backward of all ranks; losses and outputs are compared."""
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
-    units = [m.units for m in ranks]
+    units = [{**m.units, **m._loads} for m in ranks]
     place = (program.mesh, arguments, units, program.attentions)
     results = simulate(program.graph, *place)
     names = program.output_names
     if program.loss is not None:
         seed = torch.get_rng_state()
-        results_loss = simulate(
-            loss_graph(program), program.mesh, arguments, units, program.attentions
-        )
+        results_loss = simulate(loss_graph(program), *place)
         torch.set_rng_state(seed)
         torch.autograd.backward([r[0] for r in results_loss])
         for r, got in enumerate(results_loss):

@@ -9,7 +9,8 @@ import torch
 from attention_jobs import link_of
 
 from autoshard.layout import piece_bounds
-from autoshard.runtime.experts import expert_rows, grouped_product, to_experts, to_tokens
+from autoshard.runtime.dispatch import at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.experts import expert_rows, grouped_product
 
 WIDTH, INNER = 6, 5
 
@@ -87,12 +88,11 @@ def part(given: dict[str, torch.Tensor], case: Case, ranks: int, rank: int) -> d
 
 def computed(own: dict[str, torch.Tensor], link: Any, experts: int) -> torch.Tensor:
     """What a rank computes with its part."""
-    rows, weights, offsets, plan = to_experts(
-        own["x"], link, own["index"], [own["weights"]], experts
-    )
+    sent = to_experts(own["x"], link, own["index"], [own["weights"]], experts)
+    rows, weights, offsets, plan = at_experts(sent)
     inner = grouped_product(rows, own["up"], offsets) + expert_rows(own["bias"], offsets, plan)
     out = grouped_product(torch.tanh(inner), own["down"], offsets) * weights[:, None]
-    return to_tokens(out, link, plan)
+    return at_tokens(to_tokens(out, link, plan))
 
 
 def with_gradients(own: dict[str, torch.Tensor], link: Any, experts: int) -> dict[str, Any]:

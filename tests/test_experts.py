@@ -21,7 +21,7 @@ from zoo import batch, tiny
 from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
-from autoshard.runtime.experts import to_experts
+from autoshard.runtime.dispatch import to_experts
 from passes import chain
 from passes.fuse_experts import FuseExperts
 

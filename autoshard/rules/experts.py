@@ -20,7 +20,8 @@ from autoshard.layout import P, R
 from autoshard.program import module_path
 from autoshard.rules.contraction import op_is
 from autoshard.rules.core import Dim, Dims, Typer, Typing, fresh, size_of, unify
-from autoshard.runtime.experts import to_experts, to_tokens
+from autoshard.runtime.dispatch import Capacity, at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.loads import Mixture
 
 #: The role of the axis that stands for the tokens of one expert, and of the experts themselves.
 RAGGED, EXPERTS = "ragged", "experts"
@@ -31,7 +32,8 @@ def dispatch(t: Typer, node: fx.Node) -> Typing:
     offsets[experts], plan"""
     x, index = t.dims(node.args[0]), t.dims(node.args[1])
     unify(x[0], index[0])
-    for scalar in node.args[2]:
+    weights = [node.args[5]] if len(node.args) > 5 and node.args[5] is not None else []
+    for scalar in [*node.args[2], *weights]:
         dims = t.dims(scalar)
         unify(dims[0], index[0])
         unify(dims[1], index[1])
@@ -111,13 +113,30 @@ def _dispatch(local: Any) -> Any:
                 f"drop {','.join(alike)} from the mesh",
             )
         )
-    x, index, scalars, experts = local.mapped(local.node.args)
-    made = local.emit(to_experts, x, over, index, scalars, experts)
+    x, index, scalars, count, *rest = local.mapped(local.node.args)
+    factor, weights = rest or (None, None)
+    cutting = local.cutting([tokens])
+    k, where = index_of(local.node).shape[1], module_path(local.node) or "the model"
+    mixtures = p.program.mixtures
+    name = f"mixture_{len(mixtures)}"
+    mixtures[name] = Mixture(where, count, k, over, cutting, factor)
+    limit: tuple[Any, ...] = ()
+    if factor is not None:
+        inner = [m for m in cutting if m not in p.batch_axes]
+        whole = p.size(tokens, {m: s for m, s in local.modes.items() if m not in inner})
+        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, weights)
+    sent = local.emit(to_experts, x, over, index, scalars, count, name, *limit)
     if over:
         slots, width = typing.out[-1], typing.out[0][1:]
         sizes = [(*slots, *width), *(slots for _ in scalars)]
-        local.note_rows("to_experts", made, local.read[local.node.args[0]], over, sizes)
-    return made
+        local.note_rows("to_experts", sent, local.read[local.node.args[0]], over, sizes, factor)
+    return local.emit(at_experts, sent)
+
+
+def index_of(node: fx.Node) -> Any:
+    """The fake ``index[t, k]`` of a dispatch."""
+    index: Any = node.args[1]
+    return index.meta["val"]
 
 
 def combine(t: Typer, node: fx.Node) -> Typing:
@@ -138,12 +157,13 @@ def _combine(local: Any) -> Any:
     source = plan_of(node)
     over = tuple(m for m, axis in p.moved[source].items() if axis.role == EXPERTS)
     rows = local.held(node.args[0], dict(p.moved[source]))
-    made = local.emit(to_tokens, rows, over, local.mapped(node.args[1]))
+    sent = local.emit(to_tokens, rows, over, local.mapped(node.args[1]))
     if over:
         value = local.read[node.args[0]]
         sizes = [(*p.typings[source].out[-1], *local.out_dims()[1:])]
-        local.note_rows("to_tokens", made, value, over, sizes)
-    return made
+        factor = source.args[4] if len(source.args) > 4 else None
+        local.note_rows("to_tokens", sent, value, over, sizes, factor)
+    return local.emit(at_tokens, sent)
 
 
 def rows_of_experts(t: Typer, node: fx.Node) -> Typing:
