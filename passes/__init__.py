@@ -14,6 +14,7 @@ from passes.expert_parallel import ExpertParallel
 from passes.fuse_attention import FuseAttention
 from passes.fuse_experts import FuseExperts
 from passes.infer_axes import InferAxes
+from passes.overlap_experts import OverlapExperts
 from passes.partition import Partition
 from passes.recompute import Recompute
 from passes.sequence_parallel import SequenceParallel
@@ -33,6 +34,7 @@ PASSES: dict[str, type[Pass]] = {
         SequenceParallel,
         ExpertParallel,
         Partition,
+        OverlapExperts,
         Zero,
         Recompute,
     )
@@ -109,7 +111,7 @@ def chain(
     if sequence_parallel:
         steps.append(SequenceParallel())
     steps.append(ExpertParallel())
-    steps.append(Partition())
+    steps += [Partition(), OverlapExperts()]
     steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
     if recompute == "block":
         steps.append(Recompute())
