@@ -26,7 +26,7 @@ from autoshard.runtime import checks, gather, optimizers, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
-from autoshard.runtime.loads import ExpertLoad, Load, load_of
+from autoshard.runtime.loads import ExpertLoad, Load, loads_of
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -687,22 +687,19 @@ class ShardedModule(nn.Module):
         """How the last step's tokens were spread over experts and ranks, by mixture in the order of
         the graph; of the micro-batches of an accumulation, the last one. All ranks must call it (it
         sums over them, and waits); ``table("experts")`` shows it afterwards."""
-        program = self.running
-        loads = [self._loads[name] for name in program.mixtures]
-        if not self.live or not loads:
-            return self._load
-        import torch.distributed as dist
+        if self.live and self.running.mixtures:
+            import torch.distributed as dist
 
-        mesh, ranks = program.mesh, program.mesh.mesh.world_size
-        shares = [load.share(mesh, self.rank_index, self._device) for load in loads]
-        summed = torch.cat(shares)
-        dist.all_reduce(summed)
-        numbers = summed.cpu().split([len(share) for share in shares])
-        self._load = [
-            load_of(load.mixture, part.tolist(), ranks)
-            for load, part in zip(loads, numbers, strict=True)
-        ]
+            share = self.load_share()
+            dist.all_reduce(share)
+            self._load = loads_of(self.running.mixtures, share, self.program.mesh)
         return self._load
+
+    def load_share(self) -> torch.Tensor:
+        """This rank's part of `expert_load`: numbers to be summed over all ranks."""
+        mesh, device = self.program.mesh, self._device
+        loads = [self._loads[name] for name in self.running.mixtures]
+        return torch.cat([load.share(mesh, self.rank_index, device) for load in loads])
 
     def table(self, which: str, format: str = "simple") -> str:
         """A table of what was done: axes, params, graph, collectives, passes or memory."""

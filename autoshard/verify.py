@@ -27,6 +27,7 @@ from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
 from autoshard.runtime import gather, rng
+from autoshard.runtime.loads import loads_of
 from autoshard.simulate import simulate, sum_over_ranks
 
 RELATIVE, FLOOR = 1e-9, 1e-12
@@ -296,6 +297,9 @@ def verify(
         own.step()
         own.zero_grad()
     _compare_parameters(report, program, ranks, reference)
+    if program.mixtures:
+        shares = torch.stack([module.load_share() for module in ranks]).sum(0)
+        ranks[0]._load = loads_of(program.mixtures, shares, program.mesh)
     return report
 
 

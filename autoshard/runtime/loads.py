@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Load:
         self.dropped = None if dropped is None else dropped.detach()
 
     def share(self, mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
-        """One row of numbers, whose sum over all ranks `load_of` reads."""
+        """One row of numbers, whose sum over all ranks `loads_of` reads."""
         ranks, mixture = mesh.mesh.world_size, self.mixture
         out = torch.zeros(mixture.experts + 2 * ranks + 1, dtype=torch.int64, device=device)
         coordinate = mesh.coordinate(rank)
@@ -95,8 +95,14 @@ class Load:
         return out
 
 
-def load_of(mixture: Mixture, summed: list[int], ranks: int) -> ExpertLoad:
-    """The load that the sum of all ranks' `Load.share` tells."""
-    experts = mixture.experts
-    tokens, rest = tuple(summed[:experts]), tuple(summed[experts:])
-    return ExpertLoad(mixture.where, tokens, rest[:ranks], rest[ranks:-1], summed[-1])
+def loads_of(
+    mixtures: Mapping[str, Mixture], shares: torch.Tensor, mesh: SubMesh
+) -> list[ExpertLoad]:
+    """The loads that the sum of all ranks' `Load.share`, one behind the other, tells."""
+    ranks, numbers, found = mesh.mesh.world_size, shares.tolist(), []
+    for mixture in mixtures.values():
+        tokens, rest = tuple(numbers[: mixture.experts]), numbers[mixture.experts :]
+        rows, sent = tuple(rest[:ranks]), tuple(rest[ranks : 2 * ranks])
+        found.append(ExpertLoad(mixture.where, tokens, rows, sent, rest[2 * ranks]))
+        numbers = rest[2 * ranks + 1 :]
+    return found
