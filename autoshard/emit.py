@@ -27,6 +27,7 @@ from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.loads import ExpertLoad, Load, loads_of
+from autoshard.runtime.shared_rows import own_rows, share_rows
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -37,6 +38,8 @@ LINKED = {
     gathered_attention,
     to_experts,
     to_tokens,
+    share_rows,
+    own_rows,
     *collectives.LOCAL,
     rng.draw,
     *zero.CALLS,

@@ -95,13 +95,12 @@ class Local:
         value: Value,
         over: tuple[str, ...],
         sizes: list[Any],
-        factor: float | None = None,
+        times: Any = 1,
     ) -> None:
         """Put rows of these dimensions, that travel to experts or back, into the tables;
-        ``factor``: how many times as many travel (of a capacity)."""
+        ``times``: how many times as many travel."""
         layout = dict(self.modes)
         each = [math.prod(self.p.local_expression(d, layout) for d in dims) for dims in sizes]
-        times = 1 if factor is None else sympy.nsimplify(factor)
         self.p.note(kind, node, value, over, sum(each) * times)
 
     def value(self, position: int) -> fx.Node:

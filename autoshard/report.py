@@ -748,12 +748,12 @@ def experts_table(program: Program, module: Any = None) -> Table:
     """Mixtures of experts: how many experts each rank has, and the bytes that a rank sends with its
     tokens and gets back, forward and backward, where all experts get as many tokens. Once
     `ShardedModule.expert_load` has been called on all ranks, what it told, one by one."""
-    sizes, names = Sizes(program), Names(program)
+    sizes, names, of = Sizes(program), Names(program), _mixtures_of(program)
     loads = module._load if module is not None else []
     loads = loads if len(loads) == len(program.mixtures) else []
     rows: dict[Any, list[Any]] = {}
     for at, (name, mixture) in enumerate(program.mixtures.items()):
-        sent = [c for c in program.conversions if c.node in _ways(program, name)]
+        sent = [c for c in program.conversions if of.get(c.node) == name]
         sums = [sum(conversion_bytes(c, program.mesh)) for c in sent]
         where = mixture.where if loads else names.starred(mixture.where)[0]
         ranks = mixture.experts_of_ranks(program.mesh)
@@ -773,19 +773,16 @@ def experts_table(program: Program, module: Any = None) -> Table:
     return Table(headers, list(rows.values()), numbers, {"mixtures": 30})
 
 
-def _ways(program: Program, name: str) -> set[str]:
-    """The nodes that send the rows of a mixture there and back."""
-    found = set()
-    for node in program.graph.find_nodes(op="call_function", target=to_experts):
-        if node.args[5] == name:
-            found |= {node.name, *(user.name for user in _way_back(node))}
+def _mixtures_of(program: Program) -> dict[str, str]:
+    """The nodes that send rows to experts or back: of which mixture."""
+    found = {}
+    for target in (to_experts, to_tokens):
+        for sends in program.graph.find_nodes(op="call_function", target=target):
+            node = sends
+            while node.target is not to_experts:  # what it sends back came by a plan
+                node = node.args[2] if node is sends else node.args[0]
+            found[sends.name] = node.args[5]
     return found
-
-
-def _way_back(node: fx.Node) -> list[fx.Node]:
-    (arrived,) = node.users
-    plan = max(arrived.users, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
-    return [user for user in plan.users if user.target is to_tokens]
 
 
 def _few(numbers: Sequence[int]) -> list[str]:

@@ -19,6 +19,7 @@ from autoshard.program import Program
 from autoshard.runtime import gather, rng, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.dispatch import at_experts, at_tokens, balanced, to_experts, to_tokens
+from autoshard.runtime.shared_rows import own_rows, share_rows, shared_alike
 
 
 class Misfit(Exception):
@@ -172,6 +173,10 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
         return balanced(args[0], Link.of(mesh, 0, args[1]) if args[1] else None, *args[2:])
     if target in (at_experts, at_tokens):
         return args[0]  # as what was sent
+    if target is share_rows:
+        return shared_alike(args[0], Link.of(mesh, 0, args[1]))
+    if target is own_rows:
+        return args[0].new_empty(args[2].own, *args[0].shape[1:])
     if target is to_tokens:
         return args[0].new_empty(len(args[2].back) // args[2].k, *args[0].shape[1:])
     if target is rng.draw and args[0] is rng.number:

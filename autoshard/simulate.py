@@ -24,6 +24,7 @@ from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.dispatch import at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.shared_rows import own_rows, share_rows
 
 
 class _Lockstep(torch.autograd.Function):
@@ -256,6 +257,8 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
         return _attention(node, mesh, [args for args, _ in calls], units)
     if node.target in (to_experts, to_tokens):
         return [(args, mesh.peers(r, args[1]) or [r]) for r, (args, _) in enumerate(calls)]
+    if node.target in (share_rows, own_rows):
+        return _shared(node, mesh, [args for args, _ in calls])
     if node.target in (at_experts, at_tokens):
         return _experts(node, [args[0] for args, _ in calls], units)
     if node.target in LINKED and node.args[1]:
@@ -363,14 +366,17 @@ def _kept(
 def _take_note(
     load: Any, rank: int, args: Any, group: list[int], way: _Way, kept: list[list[int]]
 ) -> None:
-    index, experts = args[2].reshape(-1), args[4]
+    index, experts, limit = args[2].reshape(-1), args[4], args[6:8]
     low, high = piece_bounds(experts, len(group), group.index(rank))
+    counts, rows = torch.bincount(index.long(), minlength=experts), way.rows
     away = sum(len(slots) for e, slots in enumerate(kept) if not low <= e < high)
+    if limit:  # every expert is sent as many rows
+        most = limit[0].slots(limit[1], way.k, experts)
+        rows, away = len(group) * (high - low) * most, (experts - high + low) * most
     each = args[0].element_size() * args[0].shape[1] + sum(s.element_size() for s in args[3])
-    counts = torch.bincount(index.long(), minlength=experts)
     flown = {s for slots in kept for s in slots}
     dropped = torch.tensor([s not in flown for s in range(len(index))])
-    load.take(counts, way.rows, away * each, dropped)
+    load.take(counts, rows, away * each, dropped)
 
 
 def _arrived(rank: int, group: list[int], sent: list[Any], kept: list[Any]) -> tuple[Any, ...]:
@@ -390,6 +396,56 @@ def _arrived(rank: int, group: list[int], sent: list[Any], kept: list[Any]) -> t
     ]
     offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
     return (*made, offsets, _Way(slots, len(index), k))
+
+
+@dataclass(eq=False)
+class _Union:
+    """Which rows ``(rank, row)`` of all ranks of a group, in order."""
+
+    places: list[tuple[int, int]]
+    own: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+
+def _shared(node: fx.Node, mesh: SubMesh, calls: list[Any]) -> list[Any]:
+    """Rows of all ranks of a group, by expert; or every rank's own rows of the sum."""
+    out: list[Any] = [None] * len(calls)
+    for first in range(len(calls)):
+        group = mesh.peers(first, node.args[1])
+        if out[first] is not None:
+            continue
+        if node.target is own_rows:
+            total = torch.stack([calls[r][0] for r in group]).sum(0)
+            for r in group:
+                union = calls[r][2]
+                mine = [at for at, (p, _) in enumerate(union.places) if p == r]
+                out[r] = total[torch.tensor(mine, dtype=torch.long)]
+            continue
+        arrived = {r: calls[r][0] for r in group}
+        ends = {r: [0, *arrived[r][-2].tolist()] for r in group}
+        places, counts = [], []
+        for expert in range(len(ends[first]) - 1):
+            found = [(r, i) for r in group for i in range(*ends[r][expert : expert + 2])]
+            places += found
+            counts.append(len(found))
+        several = range(len(arrived[first]) - 2)
+        rows = [_taken({r: arrived[r][i] for r in group}, places) for i in several]
+        offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
+        for at, r in enumerate(group):
+            union = _Union(places, len(arrived[r][0]))
+            out[r] = (*(x[at] for x in rows), offsets, union)
+    return out
+
+
+def _taken(xs: dict[int, torch.Tensor], places: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Rows of several ranks, for each of them: their gradients are summed."""
+    start = dict(zip(xs, itertools.accumulate([0, *map(len, xs.values())]), strict=False))
+    at = torch.tensor([start[r] + i for r, i in places], dtype=torch.long)
+    rows = torch.cat(list(xs.values()))[at]
+    return [rows.clone() for _ in xs]
 
 
 def _returned(rank: int, group: list[int], sent: list[Any]) -> torch.Tensor:

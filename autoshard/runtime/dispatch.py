@@ -240,7 +240,7 @@ def _waited(x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, FakeTensor) else c10d.wait_tensor(x)
 
 
-def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Positions of tensors that travel in one transfer: those of one dtype."""
     found: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -248,16 +248,16 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(found.values())
 
 
-def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
+def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
     """[n, width in all] of [n, width] and [n]."""
     columns = [x if x.ndim > 1 else x[:, None] for x in tensors]
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
-def _unpacked(
+def unpacked(
     packed: torch.Tensor, shapes: list[torch.Size], order: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """What `_packed` put together, each laid out by itself, its rows taken in ``order``."""
+    """What `packed` put together, each laid out by itself, its rows taken in ``order``."""
     columns = packed.split([math.prod(shape) for shape in shapes], 1)
     if order is None:
         taken = [x.contiguous() for x in columns]
@@ -270,15 +270,15 @@ def _depart(plan: Plan, outward: bool, tensors: Sequence[torch.Tensor]) -> list[
     """Send off tokens ``[t, d]`` and scalars ``[t, k]``, or rows ``[n, ...]`` of experts."""
     rows = _rows(plan, *tensors) if outward else tensors
     parcels = []
-    for group in _together(rows) if plan.link else [[i] for i in range(len(rows))]:
+    for group in together(rows) if plan.link else [[i] for i in range(len(rows))]:
         own = [rows[i] for i in group]
-        packed = _packed(own)
+        sent = packed(own)
         if plan.link:
             order = None if outward else plan.unsorting
-            packed = packed if order is None else packed.index_select(0, order)
+            sent = sent if order is None else sent.index_select(0, order)
             ways = (plan.sent, plan.got) if outward else (plan.got, plan.sent)
-            packed = _exchange(packed, plan.link, *ways)
-        parcels.append(_Parcel(group, packed, [x.shape[1:] for x in own]))
+            sent = _exchange(sent, plan.link, *ways)
+        parcels.append(_Parcel(group, sent, [x.shape[1:] for x in own]))
     return parcels
 
 
@@ -287,7 +287,7 @@ def _land(plan: Plan, outward: bool, parcels: list[_Parcel]) -> list[torch.Tenso
     order, found = plan.sorting if outward else plan.back, dict[int, torch.Tensor]()
     for parcel in parcels:
         came = _waited(parcel.packed) if plan.link else parcel.packed
-        taken = _unpacked(came, parcel.shapes, order)
+        taken = unpacked(came, parcel.shapes, order)
         found.update(zip(parcel.positions, taken, strict=True))
     rows = [found[i] for i in range(len(found))]
     return rows if outward else _by_token(plan, rows)
