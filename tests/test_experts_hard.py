@@ -15,7 +15,7 @@ from zoo import batch, tiny
 
 from autoshard import verify
 from autoshard.errors import ShardingError
-from autoshard.runtime.experts import to_experts
+from autoshard.runtime.dispatch import to_experts
 
 alone = cache(lambda case, accumulate=1: mixtures.train(None, case, accumulate=accumulate))
 

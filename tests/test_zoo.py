@@ -27,7 +27,7 @@ from zoo import (
 
 from autoshard import autoshard, verify
 from autoshard.errors import CaptureError, ShardingError
-from autoshard.runtime.experts import to_experts
+from autoshard.runtime.dispatch import to_experts
 
 DATA_MESHES = ("dp=4", "dp=2,tp=2")  # those on which ZeRO has something to share out
 DENSE_DECODERS = """
