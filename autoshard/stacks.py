@@ -44,7 +44,7 @@ def keep_stacked(program: Program) -> None:
             ways[stack] = _way(program, stack)
         except Unstacked as error:
             why[stack] = str(error)
-    for stack, others in _read_elsewhere(ways).items():
+    for stack, others in _read_elsewhere(program, ways).items():
         why[stack] = others
         del ways[stack]
     program.notes += [
@@ -98,8 +98,9 @@ def _way(program: Program, stack: fx.Node) -> list[Nodes]:
     found = [program.values.get(node.name) for node in way[-1]]
     if any(p is None or p.buffer for p in found):
         raise Unstacked("they are not all parameters")
-    if len({*way[-1]}) < len(way[-1]):
-        raise Unstacked(f"{_some(found)} are tied")
+    tied = next((p for at, p in enumerate(found) if any(p is q for q in found[:at])), None)
+    if tied is not None:
+        raise Unstacked(f"{' and '.join(tied.names[:2])} are tied")
     if len({p.trainable for p in found if p}) > 1:
         raise Unstacked(f"some of {_some(found)} are frozen, and others not")
     if len({(p.value.dtype, p.value.device) for p in found if p}) > 1:
@@ -112,7 +113,7 @@ def _some(parameters: Sequence[Parameter | None]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _read_elsewhere(ways: dict[fx.Node, list[Nodes]]) -> dict[fx.Node, str]:
+def _read_elsewhere(program: Program, ways: dict[fx.Node, list[Nodes]]) -> dict[fx.Node, str]:
     """The stacks of parameters that something else reads too, or another stack in another order."""
     readers: dict[fx.Node, set[fx.Node]] = {}
     of: dict[fx.Node, set[Nodes]] = {}
@@ -124,13 +125,14 @@ def _read_elsewhere(ways: dict[fx.Node, list[Nodes]]) -> dict[fx.Node, str]:
             of.setdefault(node, set()).add(way[-1])
     found: dict[fx.Node, str] = {}
     for stack, way in ways.items():
-        others = [n for nodes in way for n in nodes if {*n.users} - readers[n]]
-        mixed = [n for n in way[-1] if len(of[n]) > 1]
-        if others or mixed:
-            found[stack] = f"{(others or mixed)[0].name} is read elsewhere too"
+        for at, source in enumerate(way[-1]):
+            others = any({*nodes[at].users} - readers[nodes[at]] for nodes in way)
+            if others or len(of[source]) > 1:
+                found[stack] = f"{program.values[source.name].name} is read elsewhere too"
+                break
     if found:  # what shares parameters with these has to stay too
-        left = {k: w for k, w in ways.items() if k not in found}
-        found |= _read_elsewhere(left)
+        left = {stack: way for stack, way in ways.items() if stack not in found}
+        found |= _read_elsewhere(program, left)
     return found
 
 
