@@ -75,11 +75,15 @@ def _stacks(graph: fx.Graph) -> list[fx.Node]:
         if node.target not in (grouped_product, expert_rows):
             continue
         whole = node.args[1 if node.target is grouped_product else 0]
-        while op_name(whole.target) in EACH:
+        while _is_each(whole):
             whole = whole.args[0]
         if op_name(whole.target) == "stack" and argument(whole, 1, "dim", 0) == 0:
             found[whole] = None
     return list(found)
+
+
+def _is_each(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node.target) in EACH
 
 
 def _way(program: Program, stack: fx.Node) -> list[Nodes]:
@@ -88,7 +92,7 @@ def _way(program: Program, stack: fx.Node) -> list[Nodes]:
     while any(node.op != "placeholder" for node in way[-1]):
         first = way[-1][0]
         for node in way[-1]:
-            if op_name(node.target) not in EACH:
+            if not _is_each(node):
                 what = op_name(node.target) if node.op == "call_function" else node.name
                 raise Unstacked(f"they are made by {what}")
             call = (node.target, node.args[1:], node.kwargs)

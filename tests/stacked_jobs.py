@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +233,15 @@ def local_states(mesh: Any, **options: Any) -> dict[str, Any]:
 
 
 def whole_states(mesh: Any, folder: str) -> dict[str, Any]:
-    """Whole state dicts and files."""
-    module = sharded(mesh, looped())
+    """Whole state dicts and files; and whether the model's experts are freed with it."""
+    model = looped()
+    own = [weakref.ref(p) for p in model.mixture.each.parameters()]
+    module = sharded(mesh, model)
+    del model
+    gc.collect()
+    live = sum(ref() is not None for ref in own)
     state = detached(module.full_state_dict())
-    out: dict[str, Any] = {"state": state}
+    out: dict[str, Any] = {"state": state, "live": live}
     name = "mixture.each.1.up.weight"
     others = {k: v for k, v in state.items() if k != name}
     out["missing"] = refusal(lambda: module.load_full_state_dict(others | {"more": state[name]}))
@@ -248,6 +255,29 @@ def whole_states(mesh: Any, folder: str) -> dict[str, Any]:
     third = sharded(mesh, looped(seed=2))
     third.load_full_state_dict(state)
     out["loaded"] = unequal(detached(third.full_state_dict()), state)
+    return out
+
+
+def other_optimizers(mesh: Any, folder: str) -> dict[str, str]:
+    """What loading says of experts whose optimizer state is not that of one parameter."""
+    apart = sharded(mesh_of(tp=2), looped())
+    joined = sharded(mesh, looped())
+    named = dict(apart.named_parameters())
+    first = [p for n, p in named.items() if ".each.0." in n]
+    others = [p for n, p in named.items() if ".each.0." not in n]
+    out = {}
+    for name, rates in (("rates", (1e-3, 2e-3)), ("steps", (1e-3, 1e-3))):
+        groups = [{"params": p, "lr": r} for p, r in zip((first, others), rates, strict=True)]
+        optimizer = torch.optim.AdamW(groups)
+        stepped(apart, None, optimizer)
+        if name == "steps":
+            for parameter in first:
+                parameter.grad = None
+            optimizer.step()
+        apart.save_checkpoint(f"{folder}/{name}", optimizer)
+        fresh = torch.optim.AdamW(joined.parameters())
+        path = f"{folder}/{name}"
+        out[name] = refusal(lambda path=path, fresh=fresh: joined.load_checkpoint(path, fresh))
     return out
 
 
@@ -332,6 +362,7 @@ def jobs_of_two(folder: Path) -> dict[str, tuple]:
         "whole": (whole_states, str(folder / "pretrained")),
         "meta": (from_meta,),
         "optimizer": (refused_optimizer,),
+        "others": (other_optimizers, str(folder / "others")),
         "offload": (partial_train, {"offload": True}),
         "zero 0": (partial_train, {"zero": 0}),
         "bfloat16": (lower_precision,),
