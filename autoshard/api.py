@@ -38,6 +38,7 @@ def autoshard(
     *,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
+    expert_capacity: float | None = None,
     zero: int = 1,
     zero_axes: tuple[str, ...] | None = None,
     reshard_after_forward: bool = True,
@@ -61,6 +62,9 @@ def autoshard(
     context_parallel: how, on a mesh with cp, queries meet the keys of other ranks: "ring" (keys and
     values travel round), "ulysses" (heads are cut in place of tokens), "allgather". Every rank of
     cp is given the whole sequences.
+    expert_capacity: an expert takes of each rank's tokens at most this many times what it would get
+    if all experts got as many; what is over, of the smallest routing weights, is dropped (adds
+    nothing), and every all-to-all is of one size. None: no token is dropped.
     zero: 0 to 3; over the data axes and cp, 1 shares out optimizer states, 2 gradients too, 3
     parameters too, gathered a block at a time. ``parameters()`` are then pieces of dim 0.
     zero_axes: those of these axes to do so over (all, when None). reshard_after_forward: stage 3
@@ -97,6 +101,7 @@ def autoshard(
         options={
             "sequence_parallel": sequence_parallel,
             "context_parallel": context_parallel,
+            "expert_capacity": expert_capacity,
             "strict": strict,
             "zero": zero,
             "zero_axes": _names(zero_axes),

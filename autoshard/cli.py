@@ -20,7 +20,7 @@ from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
 
-TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention")
+TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention", "experts")
 #: What ``inspect`` prints when no table is named: all but the longest.
 DEFAULT_TABLES = ("axes", "params", "attention", "collectives", "memory", "passes")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
@@ -68,6 +68,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         example_inputs=example_inputs,
         sequence_parallel=arguments.sequence_parallel,
         context_parallel=arguments.context_parallel,
+        expert_capacity=arguments.expert_capacity,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -76,7 +77,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     shown = sharded if arguments.rank is None else sharded.rank(arguments.rank)
     if not arguments.table:
         print(shown, end="\n\n")
-    for name in arguments.table or DEFAULT_TABLES:
+    usual = [*DEFAULT_TABLES, *(["experts"] if sharded.program.mixtures else [])]
+    for name in arguments.table or usual:
         _print_table(shown, name, arguments.format)
     return EXIT_OK
 
@@ -92,6 +94,7 @@ def prove(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         sequence_parallel=arguments.sequence_parallel,
         context_parallel=arguments.context_parallel,
+        expert_capacity=arguments.expert_capacity,
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
@@ -301,6 +304,12 @@ def _add_model(command: Any) -> None:
         default="ring",
         choices=("ring", "ulysses", "allgather"),
         help="how attention reads the tokens of other ranks, on a mesh with cp",
+    )
+    command.add_argument(
+        "--expert-capacity",
+        type=float,
+        metavar="F",
+        help="the most an expert takes, in times of its even part (default: no token is dropped)",
     )
     command.add_argument(
         "--zero", type=int, default=1, choices=range(4), help="the stage, over dp, ep and cp"

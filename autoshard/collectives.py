@@ -4,8 +4,8 @@ Every call in an emitted graph is ``kind(x, link, dim, size)``: ``link`` names t
 the graph is bound to a rank, then it is that rank's `Link`; ``dim`` is the tensor dimension that is
 cut and ``size`` its whole size (where they matter; of an all-to-all, both of the dimension that
 becomes whole and of the one that is cut; of a halo, (dim, before, after) and the sizes of what is
-read and of what reads). Pieces are those of ``torch.chunk``, or two runs each
-in zigzag order (`layout.pieces`): the last may be short or empty, and are padded on the wire only.
+read and of what reads). Pieces are as even as may be, of one run or, in zigzag order, of two
+(`layout.pieces`): some are one shorter, and are padded on the wire only.
 `TABLE` says which conversions there are.
 """
 
@@ -50,8 +50,16 @@ class Link:
 
     def padded(self, size: int) -> int:
         """The most that any rank holds of ``size``: the length of a piece on the wire."""
-        parts = 2 if self.zigzag else 1
-        return parts * -(-size // (parts * self.size))
+        return self.runs_each * self.run(size)
+
+    @property
+    def runs_each(self) -> int:
+        """Of how many runs a piece is."""
+        return 2 if self.zigzag else 1
+
+    def run(self, size: int) -> int:
+        """The length of a run of ``size`` on the wire."""
+        return -(-size // (self.runs_each * self.size))
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,12 @@ def _exchange(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Ten
     """Every rank's pieces of ``dims[0]`` put together, of ``dims[1]`` this rank's piece; ``sizes``:
     the whole sizes of both."""
     (whole, cut), (long, other) = dims, sizes
-    x = pad_to(pad_to(x, whole, link.padded(long)), cut, link.padded(other) * link.size)
+    x = _spread(_padded(x, link, whole, long), link, cut, other)
     sent = x.unflatten(cut, (link.size, -1)).movedim(cut, 0).contiguous()
     split = [1] * link.size
     got = c10d.wait_tensor(c10d.all_to_all_single(sent, split, split, link.group))
     got = got.movedim(0, whole).flatten(whole, whole + 1)
-    return got.narrow(whole, 0, long).narrow(cut, 0, link.length(other))
+    return _unpadded(_joined(got, link, whole, long), link, cut, other)
 
 
 def _exchange_back(x: torch.Tensor, link: Link, dims: Pair, sizes: Pair) -> torch.Tensor:
@@ -147,12 +155,9 @@ def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any
     reads. All others together read as many rows of a run as one run reads of all others. Where the
     sizes differ, runs of the same place do not start together, and read so much further.
     """
-    runs = 2 * ranks if zigzag else ranks
-    longer = sizes[0] - sizes[1]
-    apart = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(longer))
-    late = runs * sympy.ceiling(sympy.Rational(1, runs) * sympy.sympify(-longer))
-    ahead = sympy.Max(0, reach[0] + sympy.Max(0, apart))
-    behind = sympy.Max(0, reach[1] + sympy.Max(0, late))
+    longer = sympy.sympify(sizes[0] - sizes[1])
+    ahead = sympy.Max(0, reach[0] + sympy.Max(0, longer))
+    behind = sympy.Max(0, reach[1] + sympy.Max(0, -longer))
     most = (2 if zigzag else 1) * (ahead + behind)
     return int(most) if most.is_Integer else most
 
@@ -227,31 +232,21 @@ def _sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    step = link.padded(size)
-    if step * link.size != size:
-        x = pad_to(x, dim, step)
+    x = _padded(x, link, dim, size)
     whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), link.size, link.group))
     if dim != 0:
         whole = whole.view(link.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-    if link.zigzag:
-        whole = unfolded(whole, dim, link.size)
-    return whole if step * link.size == size else whole.narrow(dim, 0, size)
+    return _joined(whole, link, dim, size)
 
 
 def _scatter_sum(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
-    step = link.padded(size)
-    if step * link.size != size:
-        x = pad_to(x, dim, step * link.size)
-    if link.zigzag:
-        x = folded(x, dim, link.size)
+    x = _spread(x, link, dim, size)
     if dim != 0:
-        x = x.unflatten(dim, (link.size, step)).movedim(dim, 0).flatten(0, 1)
+        x = x.unflatten(dim, (link.size, -1)).movedim(dim, 0).flatten(0, 1)
     out = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", link.size, link.group))
     if dim != 0:
         out = out.view(x.shape[0] // link.size, *x.shape[1:])
-    if step * link.size == size:
-        return out
-    return out.narrow(dim, 0, link.length(size))
+    return _unpadded(out, link, dim, size)
 
 
 def _slice(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
@@ -293,6 +288,46 @@ def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     if not missing:
         return x
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+
+def _padded(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
+    """This rank's piece of ``size`` as it travels: runs of one length."""
+    lengths, step = [stop - start for start, stop in link.pieces(size)], link.run(size)
+    if all(length == step for length in lengths):
+        return x
+    return torch.cat([pad_to(run, dim, step) for run in x.split(lengths, dim)], dim)
+
+
+def _unpadded(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
+    """What `_padded` was given."""
+    lengths, step = [stop - start for start, stop in link.pieces(size)], link.run(size)
+    if all(length == step for length in lengths):
+        return x
+    runs = [x.narrow(dim, i * step, length) for i, length in enumerate(lengths)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+
+
+def _spread(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
+    """The whole of ``size`` as all ranks' pieces travel, one behind the other."""
+    runs, step = link.size * link.runs_each, link.run(size)
+    short = runs * step - size  # so many runs, the last ones, are one shorter
+    if short:
+        first, rest = x.split([size - short * (step - 1), short * (step - 1)], dim)
+        rest = pad_to(rest.unflatten(dim, (short, step - 1)), dim + 1, step)
+        x = torch.cat([first, rest.flatten(dim, dim + 1)], dim)
+    return folded(x, dim, link.size) if link.zigzag else x
+
+
+def _joined(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
+    """What `_spread` was given."""
+    runs, step = link.size * link.runs_each, link.run(size)
+    short = runs * step - size
+    x = unfolded(x, dim, link.size) if link.zigzag else x
+    if not short:
+        return x
+    first, rest = x.split([(runs - short) * step, short * step], dim)
+    rest = rest.unflatten(dim, (short, step)).narrow(dim + 1, 0, step - 1)
+    return torch.cat([first, rest.flatten(dim, dim + 1)], dim)
 
 
 def folded(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:

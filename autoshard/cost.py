@@ -27,6 +27,8 @@ WIRE = {
     "ring_attention": ("ring", "ring_back"),
     "to_experts": ("all_to_all", "all_to_all"),
     "to_tokens": ("all_to_all", "all_to_all"),
+    "share_rows": ("all_gather", "reduce_scatter"),
+    "own_rows": ("reduce_scatter", "all_gather"),
 }
 
 
@@ -58,7 +60,8 @@ def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
     which are float32 for keys of a half type.
     """
     ranks = mesh.size(conversion.axes)
-    gathers = WIRE[conversion.kind][0] in ("all_gather", "ring")
+    # of rows that are shared the numbers are those of one rank's own
+    gathers = WIRE[conversion.kind][0] in ("all_gather", "ring") or conversion.kind == "own_rows"
     numel, size = conversion.numel * (ranks if gathers else 1), conversion.itemsize
     forward, backward = WIRE[conversion.kind]
     back = size + max(size, SUMMED) if backward == "ring_back" else size

@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoshard import collectives
-from autoshard.attention import Attention
 from autoshard.collectives import Link
 from autoshard.cost import is_cut
 from autoshard.errors import MeshError, ShardingError, message
@@ -26,7 +25,9 @@ from autoshard.program import Parameter, Program
 from autoshard.runtime import boxes, checks, gather, optimizers, rng, sections, stacks, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
-from autoshard.runtime.experts import to_experts, to_tokens
+from autoshard.runtime.dispatch import to_experts, to_tokens
+from autoshard.runtime.loads import ExpertLoad, Load, loads_of
+from autoshard.runtime.shared_rows import own_rows, share_rows
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -37,6 +38,8 @@ LINKED = {
     gathered_attention,
     to_experts,
     to_tokens,
+    share_rows,
+    own_rows,
     *collectives.LOCAL,
     rng.draw,
     *zero.CALLS,
@@ -52,12 +55,16 @@ SILENT = {
 }
 
 #: At which argument some name what they need.
-NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {ring_attention: 6, gathered_attention: 6}
+NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
+    ring_attention: 6,
+    gathered_attention: 6,
+    to_experts: 5,
+}
 
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
-    " _places _frozen _modes _running _reducer _store _unfilled".split()
+    " _places _loads _load _frozen _modes _running _reducer _store _unfilled".split()
 )
 
 
@@ -86,15 +93,15 @@ def bind(
     groups: dict[tuple[str, ...], str],
     device: torch.device | None = None,
     units: Mapping[str, zero.Weights] | None = None,
-    attentions: Mapping[str, Attention] | None = None,
+    named: Mapping[str, Any] | None = None,
 ) -> fx.GraphModule:
     """A copy of the graph for one rank: mesh axes become links, known local sizes become numbers,
-    names of ``units`` become the rank's own, those of ``attentions`` what they compute, tensors
-    made inside it are made on ``device``, and recomputed blocks become submodules."""
+    names of ``units`` become the rank's own, other names what is ``named`` so, tensors made inside
+    it are made on ``device``, and recomputed blocks become submodules."""
     root = nn.Module()
     held = {name: f"unit_{i}" for i, name in enumerate(units or {})}
-    held |= {name: name for name in attentions or {}}
-    for name, what in {**(units or {}), **(attentions or {})}.items():
+    held |= {name: name for name in named or {}}
+    for name, what in {**(units or {}), **(named or {})}.items():
         setattr(root, held[name], what)
     return outlined(bound(graph, mesh, rank, groups, device, held), root)
 
@@ -107,8 +114,7 @@ def bound(
     device: torch.device | None = None,
     held: Mapping[str, str] | None = None,
 ) -> fx.Graph:
-    """What `bind` makes, as a flat graph. ``held``: attributes that the names of units, and those
-    of attentions, become."""
+    """What `bind` makes, as a flat graph. ``held``: attributes that names become."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     for node in list(new.nodes):
@@ -118,9 +124,11 @@ def bound(
             node.args = tuple(device if isinstance(v, torch.device) else v for v in node.args)
         linked = node.op == "call_function" and node.target in LINKED
         named = NAMED_AT.get(node.target) if linked else None
-        if named is not None and held:
+        if named is not None and held and node.args[named] in held:
             with new.inserting_before(node):
                 node.update_arg(named, new.get_attr(held[node.args[named]]))
+        elif linked and node.target is to_experts:
+            node.update_arg(named, None)  # nothing takes note of loads
         if not linked or not isinstance(node.args[1], tuple):
             continue
         axes = node.args[1]
@@ -217,6 +225,8 @@ class ShardedModule(nn.Module):
         self._groups: dict[tuple[str, ...], Any] = {}
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
+        self._loads: dict[str, Load] = {}
+        self._load: list[ExpertLoad] = []
         self._store = zero.Store(program, rank, self._device)
         #: what nothing has filled, by the model's own name: its placeholder, and that's version
         self._unfilled: dict[str, tuple[str, int]] = {}
@@ -282,7 +292,10 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
-        place = (program.mesh, self.rank_index, names, self._device, weights, program.attentions)
+        for name, mixture in program.mixtures.items():
+            self._loads.setdefault(name, Load(mixture))
+        named = {**program.attentions, **{n: self._loads[n] for n in program.mixtures}}
+        place = (program.mesh, self.rank_index, names, self._device, weights, named)
         has_loss = program.loss is not None
         return Mode(
             program,
@@ -705,6 +718,24 @@ class ShardedModule(nn.Module):
         whole = gather.place(parameter, local, mesh, self.rank_index)
         dist.all_reduce(whole)
         return whole
+
+    def expert_load(self) -> list[ExpertLoad]:
+        """How the last step's tokens were spread over experts and ranks, by mixture in the order of
+        the graph; of the micro-batches of an accumulation, the last one. All ranks must call it (it
+        sums over them, and waits); ``table("experts")`` shows it afterwards."""
+        if self.live and self.running.mixtures:
+            import torch.distributed as dist
+
+            share = self.load_share()
+            dist.all_reduce(share)
+            self._load = loads_of(self.running.mixtures, share, self.program.mesh)
+        return self._load
+
+    def load_share(self) -> torch.Tensor:
+        """This rank's part of `expert_load`: numbers to be summed over all ranks."""
+        mesh, device = self.program.mesh, self._device
+        loads = [self._loads[name] for name in self.running.mixtures]
+        return torch.cat([load.share(mesh, self.rank_index, device) for load in loads])
 
     def table(self, which: str, format: str = "simple") -> str:
         """A table of what was done: axes, params, graph, collectives, passes or memory."""

@@ -14,11 +14,20 @@ from torch import fx
 
 
 def dispatch(
-    x: torch.Tensor, index: torch.Tensor, scalars: list[torch.Tensor], experts: int
+    x: torch.Tensor,
+    index: torch.Tensor,
+    scalars: list[torch.Tensor],
+    experts: int,
+    capacity: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Tokens ``x[t, d]``, each a row for every one of its experts ``index[t, k]``: ``(rows[n, d],
     *rows of the scalars [t, k] as [n], offsets[experts], plan)`` with n = t k, sorted by expert.
-    Rows of expert e end at ``offsets[e]``; ``plan`` is what `combine` needs to undo it."""
+    Rows of expert e end at ``offsets[e]``; ``plan`` is what `combine` needs to undo it.
+
+    ``capacity``: an expert takes of a rank's tokens at most this many times what each would get if
+    all got as many (`autoshard.runtime.dispatch.Capacity`); of those over it, the ones of the
+    smallest ``weights[t, k]`` add nothing."""
     raise NotImplementedError("dispatch is to be replaced before the graph runs")
 
 

@@ -24,8 +24,15 @@ def cut_axes(layout: Layout, axis: Axis) -> tuple[str, ...]:
 
 
 def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of piece ``index`` when ``size`` is cut as evenly as may be: the first ones
+    are one longer (6 in 4 pieces: 2, 2, 1, 1)."""
+    step, longer = divmod(size, parts)
+    return index * step + min(index, longer), (index + 1) * step + min(index + 1, longer)
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and stop of piece ``index`` when ``size`` is cut like ``torch.chunk`` (last ones
-    short)."""
+    short): all others are of one length, and so views of one table."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 

@@ -89,12 +89,19 @@ class Local:
         self.p.note("ring_attention", node, values[0], node.args[1], numel)
 
     def note_rows(
-        self, kind: str, node: fx.Node, value: Value, over: tuple[str, ...], sizes: list[Any]
+        self,
+        kind: str,
+        node: fx.Node,
+        value: Value,
+        over: tuple[str, ...],
+        sizes: list[Any],
+        times: Any = 1,
     ) -> None:
-        """Put rows of these dimensions, that travel to experts or back, into the tables."""
+        """Put rows of these dimensions, that travel to experts or back, into the tables;
+        ``times``: how many times as many travel."""
         layout = dict(self.modes)
         each = [math.prod(self.p.local_expression(d, layout) for d in dims) for dims in sizes]
-        self.p.note(kind, node, value, over, sum(each))
+        self.p.note(kind, node, value, over, sum(each) * times)
 
     def value(self, position: int) -> fx.Node:
         return self._node(self.node.args[position])

@@ -16,6 +16,7 @@ from autoshard.attention import Attention
 from autoshard.axes import Axis, Dim
 from autoshard.layout import Layout
 from autoshard.mesh import SubMesh
+from autoshard.runtime.loads import Mixture
 
 
 @dataclass
@@ -132,6 +133,7 @@ class Program:
     conversions: list[Conversion] = field(default_factory=list)
     buffer_updates: dict[str, int] = field(default_factory=dict)  # placeholder -> output index
     attentions: dict[str, Attention] = field(default_factory=dict)  # what `attend` nodes name
+    mixtures: dict[str, Mixture] = field(default_factory=dict)  # what `to_experts` nodes name
     constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
     units: dict[str, Unit] = field(default_factory=dict)
     offload: bool = False  # parameters, and so optimizer states, are held in host memory
@@ -213,6 +215,6 @@ def shallow(program: Program) -> Program:
     new.values = {key: dataclasses.replace(p) for key, p in program.values.items()}
     for name in ("assignments", "conversions", "fallbacks", "notes", "log"):
         setattr(new, name, list(getattr(program, name)))
-    for name in ("attentions", "left", "units"):
+    for name in ("attentions", "mixtures", "left", "units"):
         setattr(new, name, dict(getattr(program, name)))
     return new

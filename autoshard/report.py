@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ from autoshard.layout import describe_layout
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Conversion, Parameter, Program, gathered_weight, module_path
 from autoshard.rules import op_name
+from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.gather import reductions
 from autoshard.runtime.zero import release, wait_gather
 from autoshard.shapes import closed_forms
@@ -68,7 +69,7 @@ def table(module: Any, which: str, format: str = "plain") -> str:
     style = "simple" if format == "plain" else format
     if style not in tabulate_formats:
         raise ValueError(f"no format {format!r}: there are plain, {', '.join(tabulate_formats)}")
-    live = {"module": module} if which == "memory" else {}
+    live = {"module": module} if which in ("memory", "experts") else {}
     made = TABLES[which](module.program, **live)
     return tabulate(
         [
@@ -744,6 +745,55 @@ def _spread(flops: list[int]) -> list[Any]:
     return [min(flops), max(flops), f"{max(flops) * len(flops) / sum(flops):.2f}"]
 
 
+def experts_table(program: Program, module: Any = None) -> Table:
+    """Mixtures of experts: how many experts each rank has, and the bytes that a rank sends with its
+    tokens and gets back, forward and backward, where all experts get as many tokens. Once
+    `ShardedModule.expert_load` has been called on all ranks, what it told, one by one."""
+    sizes, names, of = Sizes(program), Names(program), _mixtures_of(program)
+    loads = module._load if module is not None else []
+    loads = loads if len(loads) == len(program.mixtures) else []
+    rows: dict[Any, list[Any]] = {}
+    for at, (name, mixture) in enumerate(program.mixtures.items()):
+        sent = [c for c in program.conversions if of.get(c.node) == name]
+        sums = [sum(conversion_bytes(c, program.mesh)) for c in sent]
+        where = mixture.where if loads else names.starred(mixture.where)[0]
+        ranks = mixture.experts_of_ranks(program.mesh)
+        own = str(ranks[0]) if len(set(ranks)) == 1 else " ".join(map(str, ranks))
+        over = _over(mixture.over, program) or "-"
+        told = [*_few(loads[at].tokens), *_few(loads[at].rows)] if loads else []
+        told += [max(loads[at].sent), loads[at].dropped] if loads else []
+        limit = "-" if mixture.capacity is None else f"{mixture.capacity:g}"
+        row = [mixture.experts, mixture.k, over, own, limit, *map(sizes.local, sums or [0, 0])]
+        rows.setdefault((where, str(row), at if loads else None), [where, 0, *row, *told])[1] += 1
+    headers = ["mixtures", "count", "experts", "k", "over", "of a rank", "capacity"]
+    headers += ["bytes there", "bytes back"]
+    if loads:
+        headers += ["tokens of experts", "most/mean", "rows of ranks", "most/mean of ranks"]
+        headers += ["sent, most", "dropped"]
+    numbers = ("count", "experts", "k", "capacity", "bytes there", "bytes back", *headers[-5:])
+    return Table(headers, list(rows.values()), numbers, {"mixtures": 30})
+
+
+def _mixtures_of(program: Program) -> dict[str, str]:
+    """The nodes that send rows to experts or back: of which mixture."""
+    found = {}
+    for target in (to_experts, to_tokens):
+        for sends in program.graph.find_nodes(op="call_function", target=target):
+            node = sends
+            while node.target is not to_experts:  # what it sends back came by a plan
+                node = node.args[2] if node is sends else node.args[0]
+            found[sends.name] = node.args[5]
+    return found
+
+
+def _few(numbers: Sequence[int]) -> list[str]:
+    """Numbers, where they are few, else the least and the most; and the most over the mean."""
+    listed = (
+        " ".join(map(str, numbers)) if len(numbers) <= 8 else f"{min(numbers)} to {max(numbers)}"
+    )
+    return [listed, _spread(list(numbers))[-1]]
+
+
 TABLES: dict[str, Callable[..., Table]] = {
     "axes": axes_table,
     "params": params_table,
@@ -752,4 +802,5 @@ TABLES: dict[str, Callable[..., Table]] = {
     "passes": passes_table,
     "memory": memory_table,
     "attention": attention_table,
+    "experts": experts_table,
 }

@@ -72,7 +72,8 @@ class Routing:
     """The routing of one mixture of experts, found from the node ``at`` inside it.
 
     ids: ``[t, k]``, of every token its experts; count: of experts; k: experts of a token; roles: of
-    the nodes computed from them, by what they are; known: their values in a trial.
+    the nodes computed from them, by what they are; known: their values in a trial; capacity: of
+    `autoshard.experts.dispatch`.
     """
 
     program: Program
@@ -80,6 +81,7 @@ class Routing:
     ids: fx.Node = None  # type: ignore[assignment]
     count: int = 0
     k: int = 0
+    capacity: float | None = None
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -191,12 +193,13 @@ class Routing:
             if shape_of(scalar) != shape_of(ids):
                 scalar = self.call(aten.reshape.default, scalar, [-1, self.k])
             given.append(scalar)
+        limit = () if self.capacity is None else (self.capacity, self._weighing(given))
         x = source.meta["val"]
         rows = x.new_empty([ids.meta["val"].shape[0] * self.k, x.shape[1]])
         values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
         ends = x.new_empty([self.count], dtype=torch.int32)
         whole = self.call(
-            experts.dispatch, source, ids, given, self.count, value=(*values, ends, None)
+            experts.dispatch, source, ids, given, self.count, *limit, value=(*values, ends, None)
         )
         parts = [
             self.call(operator.getitem, whole, i, value=v) for i, v in enumerate((*values, ends))
@@ -204,6 +207,23 @@ class Routing:
         plan = self.call(operator.getitem, whole, len(parts), value=None)
         made: dict[Any, fx.Node] = dict(zip(scalars, parts[1:-1], strict=True))
         return made | {"rows": parts[0], "ends": parts[-1], "plan": plan}
+
+    def _weighing(self, scalars: list[fx.Node]) -> fx.Node | None:
+        """[t, k], by which a token's experts weigh: what their rows are multiplied with or, where
+        that is done elsewhere, what they were chosen by."""
+        if scalars:
+            return scalars[0]
+        chosen: Any = self.ids
+        while chosen.target is not operator.getitem:
+            if op_name(chosen.target) not in VIEWS | {"to", "_to_copy", "unsqueeze"}:
+                return None
+            chosen = chosen.args[0]
+        by = self.call(operator.getitem, chosen.args[0], 0)
+        return (
+            by
+            if shape_of(by) == self.token_shape
+            else self.call(aten.reshape.default, by, [-1, self.k])
+        )
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:

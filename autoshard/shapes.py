@@ -18,7 +18,8 @@ from autoshard.mesh import DATA_AXES
 from autoshard.program import Program
 from autoshard.runtime import gather, rng, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
-from autoshard.runtime.experts import balanced, to_experts, to_tokens
+from autoshard.runtime.dispatch import at_experts, at_tokens, balanced, to_experts, to_tokens
+from autoshard.runtime.shared_rows import own_rows, share_rows, shared_alike
 
 
 class Misfit(Exception):
@@ -170,8 +171,14 @@ def _run(node: fx.Node, program: Program, env: dict[fx.Node, Any]) -> Any:
         return args[0].new_empty(*args[0].shape[:3], args[3].shape[3])
     if target is to_experts:
         return balanced(args[0], Link.of(mesh, 0, args[1]) if args[1] else None, *args[2:])
+    if target in (at_experts, at_tokens):
+        return args[0]  # as what was sent
+    if target is share_rows:
+        return shared_alike(args[0], Link.of(mesh, 0, args[1]))
+    if target is own_rows:
+        return args[0].new_empty(args[2].own, *args[0].shape[1:])
     if target is to_tokens:
-        return args[0].new_empty(len(args[2].order) // args[2].k, *args[0].shape[1:])
+        return args[0].new_empty(len(args[2].back) // args[2].k, *args[0].shape[1:])
     if target is rng.draw and args[0] is rng.number:
         return 0
     if target in LOCAL:

@@ -15,7 +15,6 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import collectives
-from autoshard.attention import Attention
 from autoshard.collectives import KINDS, PRIMITIVES, Link, windows
 from autoshard.emit import LINKED
 from autoshard.layout import piece_bounds
@@ -24,7 +23,8 @@ from autoshard.outline import Run, runs
 from autoshard.program import Parameter
 from autoshard.runtime import gather, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
-from autoshard.runtime.experts import to_experts, to_tokens
+from autoshard.runtime.dispatch import at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.shared_rows import own_rows, share_rows
 
 
 class _Lockstep(torch.autograd.Function):
@@ -177,14 +177,14 @@ def simulate(
     mesh: SubMesh,
     arguments: list[list[Any]],
     units: list[dict[str, Any]] | None = None,
-    attentions: dict[str, Attention] | None = None,
+    named: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Run a graph on all ranks. ``arguments[rank]``: the graph's; ``units[rank]``: the
-    `runtime.zero.Weights` that it names; ``attentions``: those that it names. Gives each rank's
-    results. Recomputed
-    blocks are computed again in backward, on all ranks at once."""
+    `runtime.zero.Weights` and `runtime.loads.Load` that it names; ``named``: what else it names.
+    Gives each rank's results. Recomputed blocks are computed again in backward, on all ranks at
+    once."""
     ranks = range(len(arguments))
-    units = [{**own, **(attentions or {})} for own in units or [{}] * len(arguments)]
+    units = [{**own, **(named or {})} for own in units or [{}] * len(arguments)]
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
     remaining = [iter(a) for a in arguments]
     last_use = _last_uses(graph)
@@ -256,7 +256,11 @@ def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
     if node.target in (ring_attention, gathered_attention):
         return _attention(node, mesh, [args for args, _ in calls], units)
     if node.target in (to_experts, to_tokens):
-        return _experts(node, mesh, [args for args, _ in calls])
+        return [(args, mesh.peers(r, args[1]) or [r]) for r, (args, _) in enumerate(calls)]
+    if node.target in (share_rows, own_rows):
+        return _shared(node, mesh, [args for args, _ in calls])
+    if node.target in (at_experts, at_tokens):
+        return _experts(node, [args[0] for args, _ in calls], units)
     if node.target in LINKED and node.args[1]:
         axes = node.args[1]
         links = [Link.of(mesh, r, axes) for r in range(len(env))]
@@ -316,10 +320,11 @@ def _attention(node: fx.Node, mesh: SubMesh, calls: list[Any], units: Any) -> li
 
 @dataclass(eq=False)
 class _Way:
-    """Which slots ``(rank, slot)`` the rows of a rank are, in order, and the ranks of its group."""
+    """Which slots ``(rank, slot)`` the rows of a rank are, in order, and of how many tokens with k
+    experts each its own are."""
 
     slots: list[tuple[int, int]]
-    group: list[int]
+    tokens: int
     k: int
 
     @property
@@ -327,57 +332,132 @@ class _Way:
         return len(self.slots)
 
 
-def _experts(node: fx.Node, mesh: SubMesh, calls: list[Any]) -> list[Any]:
-    """Rows of all ranks' tokens to the ranks of their experts, or back, one by one."""
-    axes, out = node.args[1], []
-    for r, args in enumerate(calls):
-        group = mesh.peers(r, axes) if axes else [r]
-        if node.target is to_experts:
-            low, high = piece_bounds(args[4], len(group), group.index(r))
-            out.append(_arrived(r, group, range(low, high), calls))
-        else:
-            out.append(_returned(r, group, calls))
+def _experts(node: fx.Node, calls: list[Any], units: Any) -> list[Any]:
+    """Rows of all ranks' tokens to the ranks of their experts, or back, one by one. ``calls``: of
+    every rank, the arguments of what sends them, and the ranks of its group."""
+    sent = [args for args, _ in calls]
+    if node.target is at_tokens:
+        return [_returned(r, group, sent) for r, (_, group) in enumerate(calls)]
+    kept = [_kept(*args) for args in sent]
+    out = [_arrived(r, group, sent, kept) for r, (_, group) in enumerate(calls)]
+    for r, ((args, group), (*_, way)) in enumerate(zip(calls, out, strict=True)):
+        load = units[r].get(args[5])
+        if load is not None:
+            _take_note(load, r, args, group, way, kept[r])
     return out
 
 
-def _arrived(rank: int, group: list[int], experts: range, calls: list[Any]) -> tuple[Any, ...]:
+def _kept(
+    x: Any, over: Any, index: torch.Tensor, scalars: Any, experts: int, name: str,
+    capacity: Any = None, tokens: int = 0, weights: torch.Tensor | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """The slots of one rank that go to each expert, in order."""
+    flat = index.reshape(-1).tolist()
+    found = [[s for s, e in enumerate(flat) if e == expert] for expert in range(experts)]
+    if capacity is None:
+        return found
+    most = capacity.slots(tokens, index.shape[1], experts)
+    if weights is not None:
+        heavy = weights.detach().reshape(-1).tolist()
+        found = [sorted(slots, key=lambda s: (-heavy[s], s)) for slots in found]
+    return [slots[:most] for slots in found]
+
+
+def _take_note(
+    load: Any, rank: int, args: Any, group: list[int], way: _Way, kept: list[list[int]]
+) -> None:
+    index, experts, limit = args[2].reshape(-1), args[4], args[6:8]
+    low, high = piece_bounds(experts, len(group), group.index(rank))
+    counts, rows = torch.bincount(index.long(), minlength=experts), way.rows
+    away = sum(len(slots) for e, slots in enumerate(kept) if not low <= e < high)
+    if limit:  # every expert is sent as many rows
+        most = limit[0].slots(limit[1], way.k, experts)
+        rows, away = len(group) * (high - low) * most, (experts - high + low) * most
+    each = args[0].element_size() * args[0].shape[1] + sum(s.element_size() for s in args[3])
+    flown = {s for slots in kept for s in slots}
+    dropped = torch.tensor([s not in flown for s in range(len(index))])
+    load.take(counts, rows, away * each, dropped)
+
+
+def _arrived(rank: int, group: list[int], sent: list[Any], kept: list[Any]) -> tuple[Any, ...]:
+    x, _, index, own, experts, *_ = sent[rank]
     slots, counts = [], []
-    for expert in experts:
-        found = [
-            (p, s)
-            for p in group
-            for s in (calls[p][2].reshape(-1) == expert).nonzero()[:, 0].tolist()
-        ]
+    for expert in range(*piece_bounds(experts, len(group), group.index(rank))):
+        found = [(p, s) for p in group for s in kept[p][expert]]
         slots += found
         counts.append(len(found))
-    k = calls[rank][2].shape[1]
-    several = len(calls[rank][3])
-    rows = [calls[p][0][s // k] for p, s in slots]
-    scalars = [[calls[p][3][i].reshape(-1)[s] for p, s in slots] for i in range(several)]
+    k = index.shape[1]
+    rows = [sent[p][0][s // k] for p, s in slots]
+    scalars = [[sent[p][3][i].reshape(-1)[s] for p, s in slots] for i in range(len(own))]
+    likes = [x, *(each.reshape(-1) for each in own)]
     made = [
         torch.stack(each) if each else like[:0] * 1
-        for each, like in zip(
-            [rows, *scalars],
-            [calls[rank][0], *(x.reshape(-1) for x in calls[rank][3])],
-            strict=True,
-        )
+        for each, like in zip([rows, *scalars], likes, strict=True)
     ]
     offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
-    return (*made, offsets, _Way(slots, group, k))
+    return (*made, offsets, _Way(slots, len(index), k))
 
 
-def _returned(rank: int, group: list[int], calls: list[Any]) -> torch.Tensor:
-    own = calls[rank][2]
-    found = {
-        slot: (p, i)
-        for p in group
-        for i, (source, slot) in enumerate(calls[p][2].slots)
-        if source == rank
-    }
-    if not found:
-        return calls[rank][0][:0] * 1
-    rows = torch.stack([calls[p][0][i] for p, i in (found[s] for s in range(len(found)))])
-    return rows.unflatten(0, (-1, own.k)).sum(1)
+@dataclass(eq=False)
+class _Union:
+    """Which rows ``(rank, row)`` of all ranks of a group, in order."""
+
+    places: list[tuple[int, int]]
+    own: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+
+def _shared(node: fx.Node, mesh: SubMesh, calls: list[Any]) -> list[Any]:
+    """Rows of all ranks of a group, by expert; or every rank's own rows of the sum."""
+    out: list[Any] = [None] * len(calls)
+    for first in range(len(calls)):
+        group = mesh.peers(first, node.args[1])
+        if out[first] is not None:
+            continue
+        if node.target is own_rows:
+            total = torch.stack([calls[r][0] for r in group]).sum(0)
+            for r in group:
+                union = calls[r][2]
+                mine = [at for at, (p, _) in enumerate(union.places) if p == r]
+                out[r] = total[torch.tensor(mine, dtype=torch.long)]
+            continue
+        arrived = {r: calls[r][0] for r in group}
+        ends = {r: [0, *arrived[r][-2].tolist()] for r in group}
+        places, counts = [], []
+        for expert in range(len(ends[first]) - 1):
+            found = [(r, i) for r in group for i in range(*ends[r][expert : expert + 2])]
+            places += found
+            counts.append(len(found))
+        several = range(len(arrived[first]) - 2)
+        rows = [_taken({r: arrived[r][i] for r in group}, places) for i in several]
+        offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
+        for at, r in enumerate(group):
+            union = _Union(places, len(arrived[r][0]))
+            out[r] = (*(x[at] for x in rows), offsets, union)
+    return out
+
+
+def _taken(xs: dict[int, torch.Tensor], places: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Rows of several ranks, for each of them: their gradients are summed."""
+    start = dict(zip(xs, itertools.accumulate([0, *map(len, xs.values())]), strict=False))
+    at = torch.tensor([start[r] + i for r, i in places], dtype=torch.long)
+    rows = torch.cat(list(xs.values()))[at]
+    return [rows.clone() for _ in xs]
+
+
+def _returned(rank: int, group: list[int], sent: list[Any]) -> torch.Tensor:
+    rows, _, way = sent[rank]
+    sums: list[Any] = [[] for _ in range(way.tokens)]
+    for p in group:
+        for i, (source, slot) in enumerate(sent[p][2].slots):
+            if source == rank:
+                sums[slot // way.k].append(sent[p][0][i])
+    zero = rows.new_zeros(rows.shape[1:])
+    made = [torch.stack(each).sum(0) if each else zero for each in sums]
+    return torch.stack(made) if made else rows[:0] * 1
 
 
 def _collective(

@@ -27,6 +27,7 @@ from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
 from autoshard.runtime import boxes, gather, rng
+from autoshard.runtime.loads import loads_of
 from autoshard.simulate import simulate, sum_over_ranks
 
 RELATIVE, FLOOR = 1e-9, 1e-12
@@ -197,6 +198,7 @@ def verify(
     accumulate: int = 1,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
+    expert_capacity: float | None = None,
     zero: int = 1,
     zero_axes: tuple[str, ...] | None = None,
     reshard_after_forward: bool = True,
@@ -245,6 +247,7 @@ def verify(
         options={
             "sequence_parallel": sequence_parallel,
             "context_parallel": context_parallel,
+            "expert_capacity": expert_capacity,
             "strict": strict,
             "zero": zero,
             "zero_axes": zero_axes,
@@ -294,6 +297,9 @@ def verify(
         own.step()
         own.zero_grad()
     _compare_parameters(report, program, ranks, reference)
+    if program.mixtures:
+        shares = torch.stack([module.load_share() for module in ranks]).sum(0)
+        ranks[0]._load = loads_of(program.mixtures, shares, program.mesh)
     return report
 
 
@@ -443,15 +449,13 @@ def _run_step(
 ) -> None:
     """Forward and backward of all ranks; losses and outputs are compared."""
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
-    units = [m.units for m in ranks]
+    units = [{**m.units, **m._loads} for m in ranks]
     place = (program.mesh, arguments, units, program.attentions)
     results = simulate(program.graph, *place)
     names = program.output_names
     if program.loss is not None:
         seed = torch.get_rng_state()
-        results_loss = simulate(
-            loss_graph(program), program.mesh, arguments, units, program.attentions
-        )
+        results_loss = simulate(loss_graph(program), *place)
         torch.set_rng_state(seed)
         torch.autograd.backward([r[0] for r in results_loss])
         for r, got in enumerate(results_loss):

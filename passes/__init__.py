@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
@@ -13,6 +14,7 @@ from passes.expert_parallel import ExpertParallel
 from passes.fuse_attention import FuseAttention
 from passes.fuse_experts import FuseExperts
 from passes.infer_axes import InferAxes
+from passes.overlap_experts import OverlapExperts
 from passes.partition import Partition
 from passes.recompute import Recompute
 from passes.sequence_parallel import SequenceParallel
@@ -32,6 +34,7 @@ PASSES: dict[str, type[Pass]] = {
         SequenceParallel,
         ExpertParallel,
         Partition,
+        OverlapExperts,
         Zero,
         Recompute,
     )
@@ -42,10 +45,17 @@ PASSES: dict[str, type[Pass]] = {
 RECOMPUTE = ("none", "block")
 
 
+def is_capacity(value: Any) -> bool:
+    """Whether a value says how much an expert may take."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < float("inf")
+
+
 def chain(
     *,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
+    expert_capacity: float | None = None,
     balance: bool = True,
     strict: bool = False,
     zero: int = 1,
@@ -56,8 +66,8 @@ def chain(
     recompute: str = "none",
 ) -> list[Pass]:
     """The passes that `autoshard` runs, in order. ``balance``: hold tokens in zigzag order where
-    attention is causal. Raises ShardingError for a value of ``recompute`` or ``context_parallel``
-    that there is not."""
+    attention is causal. Raises ShardingError for a value of ``recompute``, ``context_parallel`` or
+    ``expert_capacity`` that there is not."""
     if recompute not in RECOMPUTE:
         raise ShardingError(
             message(
@@ -78,11 +88,21 @@ def chain(
                 f"use one of {', '.join(map(repr, MODES))}",
             )
         )
+    if expert_capacity is not None and not is_capacity(expert_capacity):
+        raise ShardingError(
+            message(
+                "autoshard",
+                "option expert_capacity",
+                repr(expert_capacity),
+                "it is a number of times what each expert would get if all got as many tokens",
+                "give a number above 0, such as 1.25, or None to drop no token",
+            )
+        )
     transport = "ring" if context_parallel == "ulysses" else context_parallel
     steps: list[Pass] = [
         Canonicalize(),
         FuseAttention(transport),
-        FuseExperts(),
+        FuseExperts(capacity=expert_capacity),
         InferAxes(),
         DataParallel(),
         TensorParallel(strict=strict),
@@ -91,7 +111,7 @@ def chain(
     if sequence_parallel:
         steps.append(SequenceParallel())
     steps.append(ExpertParallel())
-    steps.append(Partition())
+    steps += [Partition(), OverlapExperts()]
     steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
     if recompute == "block":
         steps.append(Recompute())

@@ -23,7 +23,9 @@ from torch import fx
 
 from autoshard import experts
 from autoshard.chain import Pass
+from autoshard.errors import ShardingError, message
 from autoshard.expert_loops import Loop, begins_loop
+from autoshard.experts import dispatches
 from autoshard.infer import expression
 from autoshard.masks import ancestors
 from autoshard.program import Program, module_path, shallow, tensor_results
@@ -41,15 +43,18 @@ GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
 
 @dataclass(frozen=True)
 class FuseExperts(Pass):
-    """``always``: also on a mesh with neither ep nor cp."""
+    """``always``: also on a mesh with neither ep nor cp. ``capacity``: what an expert takes at most
+    (`autoshard.experts.dispatch`); with one, all mixtures must be recognised."""
 
     name: ClassVar[str] = "fuse_experts"
     always: bool = False
+    capacity: float | None = None
 
     def __call__(self, program: Program) -> Program:
         program = shallow(program)
         mesh = program.mesh.mesh
-        if mesh.size("ep") == mesh.size("cp") == 1 and not self.always:
+        wanted = self.always or self.capacity is not None
+        if mesh.size("ep") == mesh.size("cp") == 1 and not wanted:
             return program
         program.unfused = []
         for node in list(program.graph.nodes):
@@ -58,10 +63,20 @@ class FuseExperts(Pass):
             routing = _Block if is_routed(node) else Loop if begins_loop(node) else None
             if routing is not None:
                 try:
-                    routing(program, node).fuse()
+                    routing(program, node, capacity=self.capacity).fuse()
                 except Unfit as error:
                     place = module_path(node) or "the model"
                     program.unfused.append(f"{place}: {error}")
+        if self.capacity is not None and (program.unfused or not dispatches(program.graph)):
+            raise ShardingError(
+                message(
+                    "autoshard",
+                    f"option expert_capacity={self.capacity}",
+                    "; ".join(dict.fromkeys(program.unfused)) or "there are none in the model",
+                    "it holds for all mixtures of experts, and these are not recognised",
+                    "leave the option out",
+                )
+            )
         program.graph.eliminate_dead_code(
             is_impure_node=lambda n: n.op in ("placeholder", "output")
         )

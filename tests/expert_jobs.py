@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from attention_jobs import link_of
 
 from autoshard.layout import piece_bounds
-from autoshard.runtime.experts import expert_rows, grouped_product, to_experts, to_tokens
+from autoshard.runtime.dispatch import Capacity, at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.experts import expert_rows, grouped_product
 
 WIDTH, INNER = 6, 5
 
 
 class Case(NamedTuple):
-    """``tokens``: of each rank, the first so many of four; ``only``: experts that are chosen."""
+    """``tokens``: of each rank, the first so many of four; ``only``: experts that are chosen;
+    ``capacity``: the factor, if any."""
 
     experts: int
     k: int
     tokens: tuple[int, ...]
     only: tuple[int, ...] = ()
+    capacity: float | None = None
 
 
 CASES = {
@@ -35,6 +40,12 @@ CASES = {
     "one token": Case(4, 2, (1, 1, 1, 1)),
     "a rank without tokens": Case(4, 2, (0, 3, 0, 2)),
     "a single expert": Case(1, 1, (2, 3, 1, 2)),
+    "capacity": Case(4, 2, (6, 6, 6, 6), capacity=1.0),
+    "capacity of less": Case(4, 2, (6, 6, 6, 6), capacity=0.4),
+    "capacity of one expert a token": Case(4, 1, (7, 7, 7, 7), capacity=1.25),
+    "capacity of six on four": Case(6, 2, (5, 5, 5, 5), capacity=1.0),
+    "capacity, all to one rank": Case(4, 2, (4, 4, 4, 4), only=(0, 1), capacity=1.0),
+    "capacity of more than there are": Case(4, 2, (3, 3, 3, 3), capacity=9.0),
 }
 
 
@@ -59,18 +70,45 @@ def inputs(case: Case, ranks: int) -> dict[str, torch.Tensor]:
     }
 
 
-def on_one_device(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def dropped(given: dict[str, torch.Tensor], case: Case, ranks: int) -> set[tuple[int, int]]:
+    """(token, expert) of those that an expert has no room for, of every rank's tokens: the ones of
+    the smallest weights."""
+    if case.capacity is None:
+        return set()
+    found, first, weights = set(), 0, given["weights"].detach()
+    for tokens in case.tokens[:ranks]:
+        most = math.ceil(round(case.capacity * tokens * case.k / case.experts, 9))
+        for expert in range(case.experts):
+            asked = [
+                (-float(weights[t, i]), t)
+                for t in range(first, first + tokens)
+                for i in range(case.k)
+                if given["index"][t, i] == expert
+            ]
+            found |= {(t, expert) for _, t in sorted(asked)[most:]}
+        first += tokens
+    return found
+
+
+def on_one_device(
+    given: dict[str, torch.Tensor], left_out: Collection[tuple[int, int]] = ()
+) -> dict[str, torch.Tensor]:
     """Every token at each of its experts, one by one; and the gradients."""
     rows = []
-    for x, weights, index in zip(given["x"], given["weights"], given["index"], strict=True):
+    tokens = zip(given["x"], given["weights"], given["index"], strict=True)
+    for t, (x, weights, index) in enumerate(tokens):
         out = torch.zeros(WIDTH, dtype=torch.float64)
         for w, e in zip(weights, index.tolist(), strict=True):
+            if (t, e) in left_out:
+                continue
             inner = torch.tanh(x @ given["up"][e] + given["bias"][e])
             out = out + w * (inner @ given["down"][e])
         rows.append(out)
     out = torch.stack(rows)
     names = [n for n, v in given.items() if v.requires_grad]
-    grads = torch.autograd.grad(out, [given[n] for n in names], given["grad"])
+    grads = torch.autograd.grad(
+        out, [given[n] for n in names], given["grad"], materialize_grads=True
+    )
     return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
 
@@ -85,18 +123,21 @@ def part(given: dict[str, torch.Tensor], case: Case, ranks: int, rank: int) -> d
     }
 
 
-def computed(own: dict[str, torch.Tensor], link: Any, experts: int) -> torch.Tensor:
+def computed(own: dict[str, torch.Tensor], link: Any, case: Case) -> torch.Tensor:
     """What a rank computes with its part."""
-    rows, weights, offsets, plan = to_experts(
-        own["x"], link, own["index"], [own["weights"]], experts
-    )
+    limit: tuple[Any, ...] = ()
+    if case.capacity is not None:
+        limit = (Capacity(case.capacity, 1), len(own["x"]), own["weights"])
+    scalars = [own["weights"]]
+    sent = to_experts(own["x"], link, own["index"], scalars, case.experts, None, *limit)
+    rows, weights, offsets, plan = at_experts(sent)
     inner = grouped_product(rows, own["up"], offsets) + expert_rows(own["bias"], offsets, plan)
     out = grouped_product(torch.tanh(inner), own["down"], offsets) * weights[:, None]
-    return to_tokens(out, link, plan)
+    return at_tokens(to_tokens(out, link, plan))
 
 
-def with_gradients(own: dict[str, torch.Tensor], link: Any, experts: int) -> dict[str, Any]:
-    out = computed(own, link, experts)
+def with_gradients(own: dict[str, torch.Tensor], link: Any, case: Case) -> dict[str, Any]:
+    out = computed(own, link, case)
     out.backward(own["grad"])
     return {"out": out.detach()} | {n: v.grad for n, v in own.items() if v.requires_grad}
 
@@ -110,4 +151,4 @@ def experts_on_ranks(mesh: Any, ranks: int, name: str) -> dict[str, Any]:
     """This rank's results and gradients."""
     case, link = CASES[name], links(ranks)
     own = part(inputs(case, ranks), case, ranks, link.index)
-    return with_gradients(own, link, case.experts)
+    return with_gradients(own, link, case)

@@ -8,6 +8,7 @@ rank's part of ``ragged`` is only the data tell: nothing may ask for it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
@@ -20,7 +21,9 @@ from autoshard.layout import P, R
 from autoshard.program import module_path
 from autoshard.rules.contraction import op_is
 from autoshard.rules.core import Dim, Dims, Typer, Typing, fresh, size_of, unify
-from autoshard.runtime.experts import to_experts, to_tokens
+from autoshard.runtime.dispatch import Capacity, at_experts, at_tokens, to_experts, to_tokens
+from autoshard.runtime.loads import Mixture
+from autoshard.runtime.shared_rows import own_rows, share_rows
 
 #: The role of the axis that stands for the tokens of one expert, and of the experts themselves.
 RAGGED, EXPERTS = "ragged", "experts"
@@ -31,7 +34,8 @@ def dispatch(t: Typer, node: fx.Node) -> Typing:
     offsets[experts], plan"""
     x, index = t.dims(node.args[0]), t.dims(node.args[1])
     unify(x[0], index[0])
-    for scalar in node.args[2]:
+    weights = [node.args[5]] if len(node.args) > 5 and node.args[5] is not None else []
+    for scalar in [*node.args[2], *weights]:
         dims = t.dims(scalar)
         unify(dims[0], index[0])
         unify(dims[1], index[1])
@@ -70,18 +74,26 @@ def inner_axes(typings: dict[fx.Node, Typing], node: fx.Node) -> set[int]:
 
 
 def _dispatch_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
-    """Tokens may be cut where their rows may; where experts are cut inside, every rank sends all
-    tokens, and does other work with them."""
+    """Tokens may be cut where their rows may, and where experts are cut inside if rows travel: the
+    ranks share them then. If none do every rank has all tokens, and does other work with them."""
     typing = p.typings[node]
+    travel = bool(_over(p, typing))
     ragged, tokens = ragged_of(typing), {id(a) for a in atoms(typing.out[-1][0])}
     inner = inner_axes(p.typings, node)
     for m, mode in modes.items():
         if not isinstance(mode, Axis):
             whole = bool(inner & set(p.assigned[m]))
         else:
-            whole = id(mode) in tokens and _landing(p, m, ragged, typing) is None
+            apart = travel and bool(inner & set(p.assigned[m]))
+            whole = id(mode) in tokens and _landing(p, m, ragged, typing) is None and not apart
         if whole:
             modes[m] = R
+
+
+def _over(p: Any, typing: Typing) -> tuple[str, ...]:
+    """The mesh axes that cut the experts."""
+    own = {id(a) for a in experts_of(typing)}
+    return tuple(m for m in p.axes if own & set(p.assigned[m]))
 
 
 def _landing(p: Any, m: str, ragged: Axis, typing: Typing) -> Axis | None:
@@ -93,13 +105,13 @@ def _landing(p: Any, m: str, ragged: Axis, typing: Typing) -> Axis | None:
 
 
 def _dispatch(local: Any) -> Any:
-    """Rows travel over the mesh axes that cut the experts."""
+    """Rows travel over the mesh axes that cut the experts; over those that cut tokens and the
+    inside of experts, ranks share what has come."""
     p, typing = local.p, local.typing
     ragged, (tokens, _) = ragged_of(typing), typing.out[-1]
     for m in local.cutting([tokens]):
-        local.moved[m] = _landing(p, m, ragged, typing)
-    own = {id(a) for a in experts_of(typing)}
-    over = tuple(m for m in p.axes if own & set(p.assigned[m]))
+        local.moved[m] = _landing(p, m, ragged, typing) or R
+    own, over = {id(a) for a in experts_of(typing)}, _over(p, typing)
     alike = [m for m in over if id(local.moved.get(m)) not in own]
     if alike:
         raise ShardingError(
@@ -111,13 +123,58 @@ def _dispatch(local: Any) -> Any:
                 f"drop {','.join(alike)} from the mesh",
             )
         )
-    x, index, scalars, experts = local.mapped(local.node.args)
-    made = local.emit(to_experts, x, over, index, scalars, experts)
+    x, index, scalars, count, *rest = local.mapped(local.node.args)
+    factor, weights = rest or (None, None)
+    cutting = local.cutting([tokens])
+    k, where = index_of(local.node).shape[1], module_path(local.node) or "the model"
+    mixtures = p.program.mixtures
+    name = f"mixture_{len(mixtures)}"
+    mixtures[name] = Mixture(where, count, k, over, cutting, factor)
+    limit: tuple[Any, ...] = ()
+    if factor is not None:
+        inner = [m for m in cutting if m not in p.batch_axes]
+        whole = p.size(tokens, {m: s for m, s in local.modes.items() if m not in inner})
+        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, weights)
+    sent = local.emit(to_experts, x, over, index, scalars, count, name, *limit)
+    slots, width = typing.out[-1], typing.out[0][1:]
+    sizes = [(*slots, *width), *(slots for _ in scalars)]
+    times = _times(local.node)
     if over:
-        slots, width = typing.out[-1], typing.out[0][1:]
-        sizes = [(*slots, *width), *(slots for _ in scalars)]
-        local.note_rows("to_experts", made, local.read[local.node.args[0]], over, sizes)
+        local.note_rows("to_experts", sent, local.read[local.node.args[0]], over, sizes, times)
+    arrived = local.emit(at_experts, sent)
+    shared = _sharing(local.moved)
+    if not shared:
+        return arrived
+    made = local.emit(share_rows, arrived, shared)
+    local.note_rows("share_rows", made, local.read[local.node.args[0]], shared, sizes, times)
     return made
+
+
+def _times(dispatch: fx.Node) -> Any:
+    """How many rows travel for each slot: with a capacity, as many as experts take."""
+    experts, *limit = dispatch.args[3:5]
+    if not limit:
+        return 1
+    k = index_of(dispatch).shape[1]
+    return min(sympy.nsimplify(limit[0], rational=True), sympy.Rational(experts, k))
+
+
+def _sharing(moved: dict[str, Any]) -> tuple[str, ...]:
+    """The mesh axes over whose ranks rows are put together."""
+    return tuple(m for m, state in moved.items() if state == R)
+
+
+def _before_sharing(plan: fx.Node) -> tuple[Any, Any]:
+    """What had come to this rank alone, and where in it is the plan of these rows."""
+    shared: Any
+    shared, at = plan.args
+    return shared.args[0], at
+
+
+def index_of(node: fx.Node) -> Any:
+    """The fake ``index[t, k]`` of a dispatch."""
+    index: Any = node.args[1]
+    return index.meta["val"]
 
 
 def combine(t: Typer, node: fx.Node) -> Typing:
@@ -136,14 +193,20 @@ def _combine_modes(p: Any, node: fx.Node, modes: dict[str, Any]) -> None:
 def _combine(local: Any) -> Any:
     node, p = local.node, local.p
     source = plan_of(node)
-    over = tuple(m for m, axis in p.moved[source].items() if axis.role == EXPERTS)
-    rows = local.held(node.args[0], dict(p.moved[source]))
-    made = local.emit(to_tokens, rows, over, local.mapped(node.args[1]))
+    moved, shared = p.moved[source], _sharing(p.moved[source])
+    over = tuple(m for m, axis in moved.items() if m not in shared and axis.role == EXPERTS)
+    rows, plan = local.held(node.args[0], moved | dict.fromkeys(shared, P)), local.value(1)
+    value = local.read[node.args[0]]
+    sizes = [(*p.typings[source].out[-1], *local.out_dims()[1:])]
+    times = _times(source)
+    if shared:
+        rows = local.emit(own_rows, rows, shared, plan)
+        local.note_rows("own_rows", rows, value, shared, sizes, times)
+        plan = local.emit(operator.getitem, *_before_sharing(plan))
+    sent = local.emit(to_tokens, rows, over, plan)
     if over:
-        value = local.read[node.args[0]]
-        sizes = [(*p.typings[source].out[-1], *local.out_dims()[1:])]
-        local.note_rows("to_tokens", made, value, over, sizes)
-    return made
+        local.note_rows("to_tokens", sent, value, over, sizes, times)
+    return local.emit(at_tokens, sent)
 
 
 def rows_of_experts(t: Typer, node: fx.Node) -> Typing:

@@ -300,6 +300,24 @@ def _lengths(one: list[float], other: list[float]) -> str:
     return "" if counts[0] == counts[1] else f", with {counts[0]} and {counts[1]} elements"
 
 
+def _same_numbers(program: Program, counts: list[list[float]]) -> None:
+    """Raise MeshError, where experts have a capacity, and ranks inputs of different sizes: what
+    they send one another would be too."""
+    limited = [m.where for m in program.mixtures.values() if m.capacity is not None and m.over]
+    different = [r for r, count in enumerate(counts) if count != counts[0]]
+    if limited and different:
+        raise MeshError(
+            message(
+                "the first batch",
+                f"inputs {list(program.inputs.values())}",
+                f"have {[int(n) for n in counts[0]]} elements on rank 0 and "
+                f"{[int(n) for n in counts[different[0]]]} on rank {different[0]}",
+                f"with expert_capacity, all ranks send as many rows in {_some(limited)}",
+                "give all ranks as many rows in every step, or leave expert_capacity out",
+            )
+        )
+
+
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:
     """Ranks of one data coordinate must hold the same batch; where the graph draws random numbers,
     all ranks the same state of torch's generator. Compared once, before step 1. ``error``: what
@@ -319,6 +337,7 @@ def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None
     told = _exchange((_text(error), sums))
     _raise_errors("the first batch", [text for text, _ in told], error)
     everyone = [sums for _, sums in told]
+    _same_numbers(program, [sums[:-1:2] for sums in everyone])
     others = [a for a in mesh.names if a not in DATA_AXES]
     first: dict[Any, int] = {}
     for r, sums_of_r in enumerate(everyone):

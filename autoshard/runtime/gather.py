@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import Axis, Dim, atoms, leaves
-from autoshard.layout import R, local_indices, local_length, piece_bounds
+from autoshard.layout import R, chunk_bounds, local_indices, local_length
 from autoshard.mesh import SubMesh
 from autoshard.program import Parameter
 
@@ -41,7 +41,7 @@ def shard_bounds(parameter: Parameter, mesh: SubMesh, rank: int) -> tuple[int, i
     rows = slice_shape(parameter, mesh, rank)[0] if parameter.dims else 1
     if not parameter.zero:
         return 0, rows
-    return piece_bounds(rows, mesh.size(parameter.zero), mesh.index(rank, parameter.zero))
+    return chunk_bounds(rows, mesh.size(parameter.zero), mesh.index(rank, parameter.zero))
 
 
 def positions(parameter: Parameter, mesh: SubMesh, rank: int) -> list[torch.Tensor | None]:

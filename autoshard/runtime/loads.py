@@ -1,0 +1,108 @@
+"""How the tokens of a step were spread over experts and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.layout import piece_bounds
+from autoshard.mesh import SubMesh
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One mixture of experts of a partitioned graph. ``where``: its module; ``over``: the mesh axes
+    that cut its experts; ``tokens``: those that cut its tokens; ``capacity``: the factor, if any.
+    """
+
+    where: str
+    experts: int
+    k: int
+    over: tuple[str, ...]
+    tokens: tuple[str, ...]
+    capacity: float | None = None
+
+    def experts_of_ranks(self, mesh: SubMesh) -> list[int]:
+        """How many experts each rank of ``over`` has."""
+        ranks = mesh.size(self.over)
+        cuts = [piece_bounds(self.experts, ranks, r) for r in range(ranks)]
+        return [stop - start for start, stop in cuts]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of one mixture in one step, of all ranks together.
+
+    ``tokens``: how many slots (a token's choice of an expert) each expert was chosen for; ``rows``:
+    how many each rank's experts were given to compute; ``sent``: bytes that each rank sent to
+    experts on other ranks (as many rows return); ``dropped``: slots over the capacity.
+    """
+
+    where: str
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    sent: tuple[int, ...]
+    dropped: int
+
+    @property
+    def expert_imbalance(self) -> float:
+        """The tokens of the expert with the most over the mean; 1 is even, and so is nothing."""
+        return _imbalance(self.tokens)
+
+    @property
+    def rank_imbalance(self) -> float:
+        """The rows of the rank with the most over the mean."""
+        return _imbalance(self.rows)
+
+
+def _imbalance(numbers: Sequence[int]) -> float:
+    total = sum(numbers)
+    return max(numbers) * len(numbers) / total if total else 1.0
+
+
+class Load:
+    """What one rank took note of when it last ran a mixture: on its device, nothing is waited
+    for."""
+
+    def __init__(self, mixture: Mixture):
+        self.mixture = mixture
+        self.counts: torch.Tensor | None = None
+        self.dropped: torch.Tensor | None = None
+        self.rows = self.sent = 0
+
+    def take(
+        self, counts: torch.Tensor, rows: int, sent: int, dropped: torch.Tensor | None = None
+    ) -> None:
+        """``counts[experts]``: slots of this rank's tokens; ``rows`` that its experts are given;
+        bytes ``sent`` to other ranks; ``dropped[slots]``: which are."""
+        self.counts, self.rows, self.sent = counts.detach(), rows, sent
+        self.dropped = None if dropped is None else dropped.detach()
+
+    def share(self, mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
+        """One row of numbers, whose sum over all ranks `loads_of` reads."""
+        ranks, mixture = mesh.mesh.world_size, self.mixture
+        out = torch.zeros(mixture.experts + 2 * ranks + 1, dtype=torch.int64, device=device)
+        coordinate = mesh.coordinate(rank)
+        first = all(coordinate[m] == 0 for m in mesh.axes if m not in mixture.tokens)
+        if self.counts is not None and first:  # ranks of the same tokens count them once
+            out[: mixture.experts] = self.counts
+            out[-1] = 0 if self.dropped is None else self.dropped.sum()
+        out[mixture.experts + rank] = self.rows
+        out[mixture.experts + ranks + rank] = self.sent
+        return out
+
+
+def loads_of(
+    mixtures: Mapping[str, Mixture], shares: torch.Tensor, mesh: SubMesh
+) -> list[ExpertLoad]:
+    """The loads that the sum of all ranks' `Load.share`, one behind the other, tells."""
+    ranks, numbers, found = mesh.mesh.world_size, shares.tolist(), []
+    for mixture in mixtures.values():
+        tokens, rest = tuple(numbers[: mixture.experts]), numbers[mixture.experts :]
+        rows, sent = tuple(rest[:ranks]), tuple(rest[ranks : 2 * ranks])
+        found.append(ExpertLoad(mixture.where, tokens, rows, sent, rest[2 * ranks]))
+        numbers = rest[2 * ranks + 1 :]
+    return found

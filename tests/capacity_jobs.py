@@ -1,0 +1,130 @@
+"""A mixture of experts that drops tokens by itself, on one device, and the same on ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gloo
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard.errors import MeshError
+from autoshard.runtime import dispatch
+
+EXPERTS, K, WIDTH, INNER = 4, 2, 16, 24
+
+
+class Mixture(nn.Module):
+    """``factor``: an expert takes at most so many times its even part of each of ``groups`` equal
+    groups of tokens, those of the largest weights; ``shared``: an expert for every token."""
+
+    def __init__(self, factor: float | None, groups: int, shared: bool):
+        super().__init__()
+        self.factor, self.groups = factor, groups
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 4)
+        wide, narrow = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.shared = nn.Sequential(wide, nn.GELU(), narrow) if shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(-1).topk(K, -1)
+        if self.factor is not None:
+            weights = weights * self.kept(weights, chosen)
+        rows = tokens.repeat_interleave(K, 0).unsqueeze(1)
+        inner = F.gelu(torch.bmm(rows, self.up[chosen.reshape(-1)]))
+        out = torch.bmm(inner, self.down[chosen.reshape(-1)]).squeeze(1) * weights.reshape(-1, 1)
+        out = out.view(-1, K, WIDTH).sum(1)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view_as(x)
+
+    @torch.no_grad()
+    def kept(self, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        kept = torch.ones_like(weights)
+        size = len(weights) // self.groups
+        most = math.ceil(round(self.factor * size * K / EXPERTS, 9))
+        for group in range(self.groups):
+            own = torch.arange(group * size, (group + 1) * size)
+            for expert in range(EXPERTS):
+                slots = [(own[t], i) for t, i in (chosen[own] == expert).nonzero().tolist()]
+                for t, i in sorted(slots, key=lambda s: (-weights[s], s[0]))[most:]:
+                    kept[t, i] = 0
+        return kept
+
+
+class Model(nn.Module):
+    def __init__(self, factor: float | None = None, groups: int = 1, shared: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(32, WIDTH), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(Mixture(factor, groups, shared) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def tokens(rows: int = 4) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {n: torch.randint(32, (rows, 6), generator=g) for n in ("ids", "labels")}
+
+
+def one_device(factor: float | None, groups: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the model that drops by itself."""
+    model = Model(factor, groups).double()
+    loss = model(**tokens())
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def step(mesh: Any, factor: float | None) -> dict[str, Any]:
+    """Loss, whole gradients and loads of one step on ranks."""
+    sharded = gloo.shard(mesh, Model().double(), tokens(), expert_capacity=factor, zero=0)
+    loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    gradients = gloo.detached(sharded.full_gradients())
+    return {"loss": loss, "gradients": gradients, "load": sharded.expert_load()}
+
+
+def uneven(mesh: Any) -> str:
+    """What ranks with different numbers of rows are told."""
+    sharded = gloo.shard(mesh, Model().double(), tokens(), expert_capacity=1.0)
+    try:
+        sharded.train_step(**gloo.local_rows(mesh, tokens(), [1, 3]))
+    except MeshError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def order(mesh: Any) -> list[str]:
+    """What happens in a step of a model with shared experts, one after the other: rows set out and
+    are waited for, and the shared expert of the first layer has computed."""
+    sharded = gloo.shard(mesh, Model(shared=True).double(), tokens(), zero=0)
+    happened: list[str] = []
+    exchange, waited = dispatch._exchange, dispatch._waited
+
+    def sets_out(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        happened.extend(["out"] if x.ndim > 1 else [])
+        return exchange(x, *rest)
+
+    def arrives(x: torch.Tensor) -> torch.Tensor:
+        happened.extend(["in"] if x.ndim > 1 else [])
+        return waited(x)
+
+    parameters = dict(sharded.named_parameters())
+    for name, what in (("0.weight", "up"), ("2.weight", "down")):
+        weight = parameters[f"layers.0.shared.{name}"]
+        weight.register_post_accumulate_grad_hook(lambda _, what=what: happened.append(what))
+    dispatch._exchange, dispatch._waited = sets_out, arrives
+    try:
+        loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    finally:
+        dispatch._exchange, dispatch._waited = exchange, waited
+    assert loss.isfinite()
+    return happened
