@@ -231,7 +231,8 @@ def _refuse_constants(program: Program, model: nn.Module, parameters: dict[str, 
 
 def _let_go(program: Program) -> None:
     for parameter in program.parameters().values():
-        parameter.value = hollow(parameter.value)
+        for each in (parameter, *parameter.stacked):
+            each.value = hollow(each.value)
 
 
 @contextlib.contextmanager

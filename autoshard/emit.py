@@ -22,7 +22,7 @@ from autoshard.objective import no_loss
 from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.program import Parameter, Program
-from autoshard.runtime import checks, gather, optimizers, rng, sections, zero
+from autoshard.runtime import boxes, checks, gather, optimizers, rng, sections, stacks, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
@@ -228,16 +228,19 @@ class ShardedModule(nn.Module):
         self._loads: dict[str, Load] = {}
         self._load: list[ExpertLoad] = []
         self._store = zero.Store(program, rank, self._device)
-        self._unfilled: dict[str, int] = {}  # what nothing has filled, by placeholder: its version
+        #: what nothing has filled, by the model's own name: its placeholder, and that's version
+        self._unfilled: dict[str, tuple[str, int]] = {}
         self._places = self._own(program)
         self._store.settle()
         self._frozen = [k for k, p in program.parameters().items() if not p.trainable]
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
+        self.register_state_dict_post_hook(stacks.take_apart)
+        self.register_load_state_dict_pre_hook(stacks.put_together)
         self._reducer = Reducer(self) if live else None
         for key, parameter in program.parameters().items():
             if live:
-                cut = bool(parameter.zero) or is_cut(parameter.layout)
+                cut = bool(parameter.zero or parameter.stacked) or is_cut(parameter.layout)
                 optimizers.watch(self.tensor(key), parameter.name, cut)
         if live:
             source.let_go()
@@ -342,34 +345,38 @@ class ShardedModule(nn.Module):
             initial = Initialiser(self._source.model, _common_seed(), self._device)
         places = {}
         for key, parameter in program.values.items():
-            asked = initial is not None and parameter.value.is_meta
-            whole = initial(parameter.name) if initial and asked else None
             name = _constant_name(program, parameter) if parameter.constant else parameter.name
-            places[key] = self._hold(program, parameter, name, whole)
-            if asked and whole is None:
-                self._unfilled[key] = _held(places[key])._version
-            del whole  # before the next one is made
+            if initial is None or not parameter.value.is_meta:
+                places[key] = self._hold(program, parameter, name)
+                continue
+            values = _Initial(initial)
+            places[key] = self._hold(program, parameter, name, values)
+            if not values.asked:  # a rank without any of a stack, which says what the others say
+                values(parameter.own[0])
+            if values.lacking:
+                version = _held(places[key])._version
+                self._unfilled |= {own.name: (key, version) for own in parameter.own}
         return places
 
     def _filled(self, names: Iterable[str]) -> None:
         """Tensors of these names now hold other values, on all ranks: also on one that has an empty
         part of them, and so wrote nothing that could be noticed."""
-        known = set(names)
         self._store.stale.update(self._store.kept)
-        for key in [k for k in self._unfilled if known & set(self.program.values[k].names)]:
-            del self._unfilled[key]
+        written = {self._unfilled.pop(name)[0] for name in names if name in self._unfilled}
+        for name, (key, _) in self._unfilled.items():
+            if key in written:  # another of a stack, which has no values for that
+                self._unfilled[name] = key, self.tensor(key)._version
 
     def _refuse_unfilled(self, who: str) -> None:
         """Raise ShardingError while tensors that the model could not initialise hold no values."""
-        for key, version in list(self._unfilled.items()):
+        for name, (key, version) in list(self._unfilled.items()):
             if self.tensor(key)._version != version:  # written in place, by whatever loads
-                del self._unfilled[key]
+                del self._unfilled[name]
         if self._unfilled:
-            names = [self.program.values[key].name for key in self._unfilled]
-            raise unfilled(who, self._source.model, names)
+            raise unfilled(who, self._source.model, self._unfilled)
 
     def _hold(
-        self, program: Program, parameter: Parameter, name: str, whole: torch.Tensor | None = None
+        self, program: Program, parameter: Parameter, name: str, value_of: Any = None
     ) -> tuple[nn.Module, str]:
         mesh, rank = program.mesh, self.rank_index
         holder: nn.Module = self
@@ -378,9 +385,9 @@ class ShardedModule(nn.Module):
             holder = holder._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
         # not by register_*: those refuse a name that this class uses too, such as `table`
         if not parameter.buffer:
-            holder._parameters[last] = self._store.hold(parameter, mesh, whole)
+            holder._parameters[last] = self._store.hold(parameter, mesh, value_of)
             return holder, last
-        value = gather.local_value(parameter, mesh, rank, whole)
+        value = gather.local_value(parameter, mesh, rank, value_of)
         value = value if self._device is None else on_device(value, self._device)
         holder._buffers[last] = value
         if not parameter.persistent:
@@ -390,6 +397,7 @@ class ShardedModule(nn.Module):
     def _shared(self, program: Program) -> dict[str, tuple[nn.Module, str]]:
         """Where another program finds the tensors that this module holds already."""
         held = {p.name: key for key, p in self.program.values.items() if not p.constant}
+        self._refuse_other_stacks(program)
         places, different = {}, []
         for key, parameter in program.values.items():
             if parameter.constant:
@@ -410,6 +418,25 @@ class ShardedModule(nn.Module):
                 )
             )
         return places
+
+    def _refuse_other_stacks(self, program: Program) -> None:
+        """Raise ShardingError where another program keeps parameters one by one that this module
+        keeps stacked, or the other way round."""
+        here, there = (
+            {own.name: [each.name for each in p.own] for p in each.values.values() for own in p.own}
+            for each in (self.program, program)
+        )
+        other = [name for name in here if name in there and here[name] != there[name]]
+        if other:
+            raise ShardingError(
+                message(
+                    "eval" if not program.training else "train",
+                    f"parameters {', '.join(other)}",
+                    f"mesh {program.mesh.mesh}",
+                    "experts that are a loop in one mode only are kept stacked in one mode only",
+                    "write forward so that it computes them in the same way in both",
+                )
+            )
 
     def tensor(self, key: str) -> torch.Tensor:
         """The local tensor of a placeholder (a parameter, buffer or constant)."""
@@ -589,7 +616,8 @@ class ShardedModule(nn.Module):
             if parameter.buffer and not parameter.persistent:
                 continue
             whole = self._whole(parameter, self.tensor(key).detach())
-            out.update(dict.fromkeys(parameter.names, whole))
+            for own, value in _taken_apart(parameter, whole):
+                out.update(dict.fromkeys(own.names, value))
         return out
 
     @torch.no_grad()
@@ -602,9 +630,11 @@ class ShardedModule(nn.Module):
         Returns the names missing and those unexpected. Raises ShardingError, before anything is
         changed, that lists all wrong shapes and, when ``strict``, all such names.
         """
-        kept = {k: p for k, p in self.program.values.items() if not p.buffer or p.persistent}
-        known = {n: p for p in kept.values() for n in p.names}
-        missing = [p.name for p in kept.values() if not any(n in state for n in p.names)]
+        from autoshard.runtime.checkpoint import kept
+
+        held = kept(self)
+        known = {n: p for p, _ in held.values() for n in p.names}
+        missing = [name for name, (p, _) in held.items() if not any(n in state for n in p.names)]
         unexpected = [n for n in state if n not in known]
         wrong = [
             f"{n} is {tuple(x.shape)}, not {tuple(known[n].value.shape)}"
@@ -623,11 +653,10 @@ class ShardedModule(nn.Module):
                     "pass full_state_dict() of any mesh, or the model's state_dict()",
                 )
             )
-        for key, parameter in kept.items():
+        for parameter, local in held.values():
             whole = next((state[n] for n in parameter.names if n in state), None)
             if whole is not None:
-                mesh, rank = self.program.mesh, self.rank_index
-                self.tensor(key).copy_(gather.local_value(parameter, mesh, rank, whole))
+                boxes.fill(parameter, self.program.mesh, self.rank_index, local, whole)
                 self._filled(parameter.names)
         return missing, unexpected
 
@@ -659,10 +688,14 @@ class ShardedModule(nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Every gradient whole, by parameter name; None where there is none."""
-        out = {}
+        out: dict[str, torch.Tensor | None] = {}
         for key, parameter in self.program.parameters().items():
             grad = self.tensor(key).grad
-            out[parameter.name] = None if grad is None else self._whole(parameter, grad)
+            if grad is None:
+                out |= {own.name: None for own in parameter.own}
+                continue
+            whole = self._whole(parameter, grad)
+            out |= {own.name: value for own, value in _taken_apart(parameter, whole)}
         return out
 
     def _whole(self, parameter: Parameter, local: torch.Tensor) -> torch.Tensor:
@@ -714,6 +747,30 @@ class ShardedModule(nn.Module):
         from autoshard.report import summary
 
         return summary(self)
+
+
+def _taken_apart(
+    parameter: Parameter, whole: torch.Tensor
+) -> Iterator[tuple[Parameter, torch.Tensor]]:
+    """The model's own parameters in one, each with its tensor; none shares memory with another."""
+    if not parameter.stacked:
+        yield parameter, whole
+        return
+    for own, value in zip(parameter.own, whole.unbind(), strict=True):
+        yield own, value.clone()
+
+
+class _Initial:
+    """Values of a parameter that is on the meta device, and what the model does not initialise."""
+
+    def __init__(self, initial: Initialiser):
+        self.initial = initial
+        self.asked = self.lacking = False
+
+    def __call__(self, own: Parameter) -> torch.Tensor:
+        value = self.initial(own.name)
+        self.asked, self.lacking = True, self.lacking or value is None
+        return own.value if value is None else value.to(own.value.dtype)
 
 
 def _held(place: tuple[nn.Module, str]) -> torch.Tensor:

@@ -29,6 +29,10 @@ class Parameter:
     ``layout`` says which slice of the whole a rank computes with; ``zero`` names the mesh axes
     among whose ranks dim 0 of that slice is shared out, in pieces as `torch.chunk` makes them: a
     rank holds its piece only, and gathers the slice to compute with it.
+
+    With ``stacked`` it is none of the model's own but a stack of these along a new dim 0: its name
+    has ``*`` where theirs differ, and its value only their shape, type and device. One of these, as
+    `own` gives it, has a ``place``: the stack, and its position on dim 0.
     """
 
     names: tuple[str, ...]
@@ -40,10 +44,20 @@ class Parameter:
     dims: tuple[Dim, ...] = ()
     layout: Layout = field(default_factory=dict)
     zero: tuple[str, ...] = ()
+    stacked: tuple[Parameter, ...] = ()
+    place: tuple[Parameter, int] | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def own(self) -> list[Parameter]:
+        """The model's own parameters that are in it: itself, or those that it stacks. These have
+        names and values, and no dims or layout of their own."""
+        if not self.stacked:
+            return [self]
+        return [dataclasses.replace(p, place=(self, at)) for at, p in enumerate(self.stacked)]
 
 
 @dataclass

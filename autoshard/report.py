@@ -412,7 +412,7 @@ SHAPE = "shape → on a rank"
 def params_table(program: Program) -> Table:
     """Parameters: axes, layout of the slice that is computed with, kind of linear, shape, gradient
     reduction, and with ZeRO the axes among whose ranks the slice is shared out; many layers that
-    are alike in one row."""
+    are alike in one row. ``4 × experts.*.w``: a stack of four of the model's own."""
     names, kinds = Names(program), dict(linears(program).values())
     shared = any(p.zero for p in program.parameters().values())
     rows: dict[Any, list[Any]] = {}
@@ -428,6 +428,7 @@ def params_table(program: Program) -> Table:
             *([_over(p.zero, program) or "-"] if shared else []),
         ]
         name = star if count > FEW else p.name
+        name = f"{len(p.stacked)} × {name}" if p.stacked else name
         rows.setdefault((name, *row), [name, *row, 0])[-1] += 1
     headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over"]
     headers += ["zero", "count"] if shared else ["count"]

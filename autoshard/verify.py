@@ -26,7 +26,7 @@ from autoshard.objective import no_loss
 from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
-from autoshard.runtime import gather, rng
+from autoshard.runtime import boxes, gather, rng
 from autoshard.runtime.loads import loads_of
 from autoshard.simulate import simulate, sum_over_ranks
 
@@ -476,11 +476,12 @@ def _compare_gradients(
     reduce_gradients(program, ranks)
     named = dict(model.named_parameters())
     for key, parameter in program.parameters().items():
-        reference = next(named[n] for n in parameter.names if n in named)
         got = [m.tensor(key).grad for m in ranks]
-        pairs = _beside(program, parameter, got, reference.grad)
-        report.add_all(f"step {step} gradient", parameter.name, pairs)
-        _drop_noise(program, parameter, got, reference.grad)
+        for own in parameter.own:
+            reference = next(named[n] for n in own.names if n in named)
+            pairs = _beside(program, own, got, reference.grad)
+            report.add_all(f"step {step} gradient", own.name, pairs)
+            _drop_noise(program, own, got, reference.grad)
 
 
 def _drop_noise(program: Program, parameter: Parameter, held: list[Any], whole: Any) -> None:
@@ -489,8 +490,10 @@ def _drop_noise(program: Program, parameter: Parameter, held: list[Any], whole: 
     if whole is None or any(local is None for local in held):
         return
     noise = whole.abs() <= FLOOR
-    for local, mask in _beside(program, parameter, held, noise):
-        local[mask & (local.abs() <= FLOOR)] = 0
+    for r, local in enumerate(held):
+        for box in boxes.held(parameter, program.mesh, r):
+            part, mask = box.of(local), boxes.part_of(noise, box.offsets, box.sizes)
+            part[mask & (part.abs() <= FLOOR)] = 0
     whole[noise] = 0
 
 
@@ -536,10 +539,19 @@ def _beside(
     """What every rank holds of a parameter or gradient, with what it should hold."""
     if whole is None:
         return [(local, None) for local in held]
-    return [
-        (local, gather.local_value(parameter, program.mesh, r, whole))
-        for r, local in enumerate(held)
-    ]
+    mesh = program.mesh
+    if parameter.place is None:
+        return [
+            (local, gather.local_value(parameter, mesh, r, lambda _: whole))
+            for r, local in enumerate(held)
+        ]
+    out: list[tuple[Any, Any]] = []
+    for r, local in enumerate(held):  # a stack: what is of this parameter
+        found = boxes.held(parameter, mesh, r)
+        expected = [boxes.part_of(whole, box.offsets, box.sizes).flatten() for box in found]
+        got = [box.of(local).flatten() for box in found] if local is not None else []
+        out.append((torch.cat(got) if got else None, torch.cat(expected) if expected else None))
+    return out
 
 
 @torch.no_grad()
@@ -548,8 +560,9 @@ def _compare_parameters(
 ) -> None:
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     for key, parameter in program.values.items():
-        names = [n for n in parameter.names if n in state]
-        if names:
-            pairs = _beside(program, parameter, [m.tensor(key) for m in ranks], state[names[0]])
-            kind = "buffer" if parameter.buffer else "parameter"
-            report.add_all(f"{kind} after the steps", parameter.name, pairs)
+        for own in parameter.own:
+            names = [n for n in own.names if n in state]
+            if names:
+                pairs = _beside(program, own, [m.tensor(key) for m in ranks], state[names[0]])
+                kind = "buffer" if own.buffer else "parameter"
+                report.add_all(f"{kind} after the steps", own.name, pairs)

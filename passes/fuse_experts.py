@@ -6,7 +6,7 @@ by expert. What the integers of the routing are (an order by expert, its inverse
 is seen by running the part of the graph that computes them. Recognised are products by groups of
 sorted rows, and products of every row with its own expert's weights. What has another structure is
 left as it is, and said why in ``program.unfused``. A loop over modules, each with parameters of its
-own, becomes products by groups with those parameters stacked.
+own, becomes products by groups; those parameters become one stack (`autoshard.stacks`).
 
     before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
              y[inverse].view(t, k, d).sum(1)
@@ -34,6 +34,7 @@ from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
 from autoshard.scores import VIEWS
+from autoshard.stacks import keep_stacked
 
 aten = torch.ops.aten
 
@@ -79,6 +80,7 @@ class FuseExperts(Pass):
         program.graph.eliminate_dead_code(
             is_impure_node=lambda n: n.op in ("placeholder", "output")
         )
+        keep_stacked(program)
         program.graph_module.recompile()
         return program
 

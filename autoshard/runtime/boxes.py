@@ -19,7 +19,8 @@ Run = tuple[int, int, int]
 @dataclass(frozen=True)
 class Box:
     """A box of a whole tensor that a rank holds in one piece: where it begins in the whole tensor
-    (``offsets``) and in the local one (``starts``), and how long it is, per dimension."""
+    (``offsets``) and in the local one (``starts``), and how long it is, per dimension. Of a tensor
+    in a stack, ``starts`` begins with its position in the local stack."""
 
     offsets: tuple[int, ...]
     starts: tuple[int, ...]
@@ -27,7 +28,8 @@ class Box:
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """The box's view of the local tensor."""
-        return part_of(local, self.starts, self.sizes)
+        row = len(self.starts) - len(self.sizes)
+        return part_of(local[self.starts[:row]] if row else local, self.starts[row:], self.sizes)
 
 
 def part_of(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -39,12 +41,18 @@ def part_of(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -
 
 def held(parameter: Parameter, mesh: SubMesh, rank: int) -> list[Box]:
     """All that a rank holds of a parameter, in boxes. None are empty."""
+    if parameter.place is not None:
+        stack, at = parameter.place
+        return _in_stack(held(stack, mesh, rank), at)
     return _product(_runs(parameter, mesh, rank))
 
 
 def written(parameter: Parameter, mesh: SubMesh, rank: int, number: int) -> list[Box]:
     """What a rank writes of a parameter: over all ranks every element once. Of the ranks that hold
     the same, it is one by turns: copy ``number`` modulo their count."""
+    if parameter.place is not None:
+        stack, at = parameter.place
+        return _in_stack(written(stack, mesh, rank, number), at)
     runs, out = _runs(parameter, mesh, rank), []
     for (at, start, length, _), cut in gather.pieces(parameter, mesh, rank):
         # what has no dimensions is held whole wherever it is held
@@ -56,6 +64,25 @@ def written(parameter: Parameter, mesh: SubMesh, rank: int, number: int) -> list
             mine[at] = [run for each in runs[at] if (run := _clipped(each, start, start + length))]
         out += _product(mine)
     return out
+
+
+def _in_stack(found: list[Box], at: int) -> list[Box]:
+    """Of the boxes of a stack what is of the tensor at a position of its dim 0."""
+    out = []
+    for box in found:
+        row = at - box.offsets[0]
+        if 0 <= row < box.sizes[0]:
+            starts = (box.starts[0] + row, *box.starts[1:])
+            out.append(Box(box.offsets[1:], starts, box.sizes[1:]))
+    return out
+
+
+def fill(
+    parameter: Parameter, mesh: SubMesh, rank: int, local: torch.Tensor, whole: torch.Tensor
+) -> None:
+    """Copy what a rank holds of a parameter out of the whole tensor into the local one."""
+    for box in held(parameter, mesh, rank):
+        box.of(local).copy_(part_of(whole, box.offsets, box.sizes))
 
 
 def _runs(parameter: Parameter, mesh: SubMesh, rank: int) -> list[list[Run]]:

@@ -124,11 +124,13 @@ def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
 
 
 def kept(module: Any) -> dict[str, tuple[Parameter, torch.Tensor]]:
-    """Parameters and persistent buffers by canonical name, each with this rank's tensor."""
+    """The model's own parameters and persistent buffers by canonical name, each with the tensor
+    that has this rank's part of it."""
     return {
-        p.name: (p, module.tensor(key).detach())
+        own.name: (own, module.tensor(key).detach())
         for key, p in module.program.values.items()
         if not p.buffer or p.persistent
+        for own in p.own
     }
 
 
@@ -285,14 +287,15 @@ class _Load(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for name, (parameter, local) in self.shards.items():
-            chunks = []
+            chunks, held = [], 0
             for box in boxes.held(parameter, self.mesh, self.rank):
                 chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
                 self.views[MetadataIndex(name, box.offsets)] = box.of(local)
+                held += math.prod(box.sizes)
             entry = self.metadata.state_dict_metadata.get(name)
             found = create_read_items_for_chunk_list(name, entry, chunks) if chunks else []
             read = sum(math.prod(item.lengths) for item in found)
-            assert read == local.numel(), f"{name}: {read} of {local.numel()} elements found"
+            assert read == held, f"{name}: {read} of {held} elements found"
             items += found
         return LoadPlan(items)
 
@@ -342,6 +345,7 @@ def _prepared(
             if saved["class"] != (own := optimizer_state.kind(optimizer)):
                 wrong.append(f"it holds the state of {saved['class']}, and the optimizer is {own}")
             wrong += optimizer_state.unmatched_groups(optimizer, names, saved["groups"])
+            wrong += optimizer_state.unequal_states(optimizer, names, saved["state"])
         if not wrong:
             state, tensors = optimizer_state.new_state(optimizer, names, saved["state"], metadata)
             shards |= tensors

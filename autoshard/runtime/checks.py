@@ -264,8 +264,10 @@ def _raise_errors(who: str, texts: list[str], own: Exception | None) -> None:
 def _fingerprint(program: Program) -> int:
     """A number that tells compiled graphs apart."""
     held = [
-        (p.names, tuple(p.value.shape), p.value.dtype, p.value.is_meta, describe_layout(p.layout))
+        (p.name, own.names, tuple(own.value.shape), own.value.dtype, own.value.is_meta)
+        + (describe_layout(p.layout),)
         for p in program.values.values()
+        for own in p.own
     ]
     ops = [(n.name, op_name(n.target), n.args) for n in program.graph.nodes]
     text = str((program.mesh, program.training, held, [str(op) for op in ops]))
@@ -281,7 +283,7 @@ def _value_sums(program: Program) -> dict[str, int]:
     """The sum of the bits of every value, by name. Meta tensors have none: they are filled alike
     on all ranks later."""
     sums = {}
-    for parameter in program.values.values():
+    for parameter in (own for p in program.values.values() for own in p.own):
         value = parameter.value.detach()
         if value.is_meta or value.layout is not torch.strided:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,16 +59,38 @@ def positions(parameter: Parameter, mesh: SubMesh, rank: int) -> list[torch.Tens
 
 
 def local_value(
-    parameter: Parameter, mesh: SubMesh, rank: int, whole: torch.Tensor | None = None
+    parameter: Parameter,
+    mesh: SubMesh,
+    rank: int,
+    value_of: Callable[[Parameter], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """What a rank holds of a parameter, contiguous and of its own storage. ``whole``: its value,
-    where the parameter itself is on the meta device."""
-    value = (parameter.value if whole is None else whole).detach()
-    sliced = value
-    for at, wanted in enumerate(positions(parameter, mesh, rank)):
-        if wanted is not None:
-            sliced = sliced.index_select(at, wanted.to(value.device))
-    return sliced.clone() if sliced is value else sliced
+    """What a rank holds of a parameter, contiguous and of its own storage. ``value_of``: gives the
+    value of one of the model's own parameters, where it is not the one that these have; of a stack
+    it is asked for those that the rank holds, one after the other."""
+    value_of = value_of or (lambda own: own.value)
+    wanted = positions(parameter, mesh, rank)
+    if not parameter.stacked:
+        value = value_of(parameter).detach()
+        sliced = _selected(value, wanted)
+        return sliced.clone() if sliced is value else sliced
+    rows = range(len(parameter.stacked)) if wanted[0] is None else wanted[0].tolist()
+    shape = (len(rows), *slice_shape(parameter, mesh, rank)[1:])
+    stack = None if rows else parameter.value.new_empty(shape)
+    for at, row in enumerate(rows):
+        part = _selected(value_of(parameter.stacked[row]).detach(), wanted[1:])
+        stack = part.new_empty(shape) if stack is None else stack
+        stack[at].copy_(part)
+        del part  # before the next one is made
+    assert stack is not None
+    return stack
+
+
+def _selected(value: torch.Tensor, wanted: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The tensor at these positions along its dimensions; all where there are None."""
+    for at, here in enumerate(wanted):
+        if here is not None:
+            value = value.index_select(at, here.to(value.device))
+    return value
 
 
 def pieces(parameter: Parameter, mesh: SubMesh, rank: int) -> list[tuple[Piece, tuple[str, ...]]]:

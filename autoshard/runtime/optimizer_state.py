@@ -18,7 +18,8 @@ from autoshard.runtime.saves import SAVE
 #: How an optimizer computes, which is this run's choice and not the saved one's.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
-#: By name in the checkpoint: the parameter whose shards they are, and this rank's.
+#: By name in the checkpoint: the model's own parameter whose shards they are, and the tensor that
+#: has this rank's.
 Shards = dict[str, tuple[Parameter, torch.Tensor]]
 #: The module's parameter behind each of the optimizer's.
 Names = dict[torch.Tensor, Parameter]
@@ -71,7 +72,8 @@ def state_of(
         for field, value in fields.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == local.shape:
                 here["tensors"].append(field)
-                shards[key(parameter.name, field)] = (parameter, value.detach())
+                for own in parameter.own:
+                    shards[key(own.name, field)] = (own, value.detach())
             elif _is_plain(value):
                 on_device = isinstance(value, torch.Tensor) and not value.is_cpu
                 here["scalars"][field] = (_on_cpu(value), on_device)
@@ -79,7 +81,7 @@ def state_of(
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
                 wrong.append(f"{parameter.name}.{field}: {shape}, of {tuple(local.shape)}")
         if fields:
-            state[parameter.name] = here
+            state |= {own.name: here for own in parameter.own}
     if wrong:
         raise ShardingError(
             message(
@@ -103,7 +105,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, 
         wrong += [f"group {at}: {k}={v!r:.80}" for k, v in values.items() if not _is_plain(v)]
         groups.append(
             {
-                "names": [names[p].name for p in group["params"]],
+                "names": [own.name for p in group["params"] for own in names[p].own],
                 "values": {k: _on_cpu(v) for k, v in values.items()},
             }
         )
@@ -158,7 +160,9 @@ def unmatched_groups(
 ) -> list[str]:
     """Parameters of one optimizer only, and groups that were one and had different numbers."""
     saved = {n: at for at, group in enumerate(groups) for n in group["names"]}
-    wanted = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    wanted = [
+        [own for p in group["params"] for own in names[p].own] for group in optimizer.param_groups
+    ]
     missing = [p.name for group in wanted for p in group if alias(p, saved) not in saved]
     known = {n for group in wanted for p in group for n in p.names}
     unexpected = [n for n in saved if n not in known]
@@ -174,6 +178,21 @@ def unmatched_groups(
     return wrong
 
 
+def unequal_states(
+    optimizer: torch.optim.Optimizer, names: Names, saved: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Stacks of parameters whose states, saved one by one, are not those of one parameter."""
+    wrong = []
+    for local in (p for group in optimizer.param_groups for p in group["params"]):
+        found = {
+            comparable(saved.get(alias(own, saved), "none")): own.name for own in names[local].own
+        }
+        if len(found) > 1:
+            told = "; ".join(f"{name} has {state:.120}" for state, name in found.items())
+            wrong.append(f"{names[local].name} is stepped as one, and in the state saved {told}")
+    return wrong
+
+
 def new_state(
     optimizer: torch.optim.Optimizer,
     names: Names,
@@ -186,15 +205,15 @@ def new_state(
     for group in optimizer.param_groups:
         computes_there = bool(group.get("fused") or group.get("capturable"))
         for local in group["params"]:
-            name = alias(names[local], saved)
+            found = {alias(own, saved): own for own in names[local].own}
+            name = next(iter(found))
             if name not in saved:
                 continue  # it had no state
             fields = state[local] = {}
             for field in saved[name]["tensors"]:
-                stored = key(name, field)
-                dtype = metadata.state_dict_metadata[stored].properties.dtype
+                dtype = metadata.state_dict_metadata[key(name, field)].properties.dtype
                 fields[field] = torch.zeros_like(local, dtype=dtype, requires_grad=False)
-                shards[stored] = (names[local], fields[field])
+                shards |= {key(each, field): (own, fields[field]) for each, own in found.items()}
             for field, (value, on_device) in saved[name]["scalars"].items():
                 there = isinstance(value, torch.Tensor) and (on_device or computes_there)
                 fields[field] = value.to(local.device) if there else _on_cpu(value)
@@ -217,7 +236,7 @@ def set_groups(
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        values = saved[alias(names[group["params"][0]], saved)]
+        values = saved[alias(names[group["params"][0]].own[0], saved)]
         for field, value in values.items():
             if field in IMPLEMENTATION:
                 continue

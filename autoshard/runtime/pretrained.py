@@ -295,8 +295,7 @@ def _read_all(
         for name in names:
             parameter, local = held[name]
             whole = next(made[n] for n in parameter.names if n in made)
-            for box in boxes.held(parameter, mesh, rank):
-                box.of(local).copy_(boxes.part_of(whole, box.offsets, box.sizes))
+            boxes.fill(parameter, mesh, rank, local, whole)
 
 
 def _read(
@@ -542,12 +541,15 @@ def _bytes(tensor: torch.Tensor) -> Any:
 def _whole(module: Any, parameter: Parameter, local: torch.Tensor) -> torch.Tensor:
     """The whole tensor on rank 0, bit by bit; on other ranks anything."""
     mesh, rank = module.program.mesh, module.rank_index
-    if all(at is None for at in gather.positions(parameter, mesh, rank)):
-        return local
+    stack, row = parameter.place or (parameter, None)
+    if all(at is None for at in gather.positions(stack, mesh, rank)):
+        return local if row is None else local[row]
     import torch.distributed as dist
 
-    device = module._device or local.device
-    placed = gather.place(parameter, local, mesh, rank).to(device)
+    placed = local.new_zeros(parameter.value.shape)
+    for box in boxes.written(parameter, mesh, rank, 0):
+        boxes.part_of(placed, box.offsets, box.sizes).copy_(box.of(local))
+    placed = placed.to(module._device or local.device)
     # as integers: a sum of numbers would turn a -0.0 into 0.0
     dist.reduce(placed.reshape(-1).view(torch.uint8), dst=0)
     return placed

@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -450,18 +450,22 @@ class Store:
             for key in unit.keys
         }
 
-    def hold(self, parameter: Parameter, mesh: SubMesh, whole: torch.Tensor | None) -> nn.Parameter:
-        """This rank's part of a parameter. ``whole``: its value, where that is on meta; without
-        one, a module that runs holds NaN."""
+    def hold(
+        self,
+        parameter: Parameter,
+        mesh: SubMesh,
+        value_of: Callable[[Parameter], torch.Tensor] | None,
+    ) -> nn.Parameter:
+        """This rank's part of a parameter. ``value_of``: gives values, where these are on meta;
+        without any, a module that runs holds NaN."""
         name, working = parameter.name, self.dtype.get(parameter.name)
-        value = parameter.value if whole is None else whole
-        if working == value.dtype and not self.offload:
+        if working == parameter.value.dtype and not self.offload:
             unshared = replace(parameter, zero=())
-            self.kept[name] = self._here(local_value(unshared, mesh, self.rank, whole))
+            self.kept[name] = self._here(local_value(unshared, mesh, self.rank, value_of))
             self.aliases.add(name)
             own = self.kept[name][slice(*shard_bounds(parameter, mesh, self.rank))]
         else:
-            own = local_value(parameter, mesh, self.rank, whole)
+            own = local_value(parameter, mesh, self.rank, value_of)
             if working is not None:
                 shape, device = slice_shape(parameter, mesh, self.rank), self.device or own.device
                 self.kept[name] = torch.empty(shape, dtype=working, device=device)
