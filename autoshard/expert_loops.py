@@ -10,6 +10,7 @@ by expert and with parameters stacked, is that of all.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import fx
 
 from autoshard import experts
-from autoshard.masks import ancestors
+from autoshard.masks import ancestors, descendants
 from autoshard.program import tensor_results
-from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
+from autoshard.routing import Routing, Unfit, choice, is_zero, lookup, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
+from autoshard.scores import ARRANGES
 
 aten = torch.ops.aten
 
@@ -35,22 +37,34 @@ PLAIN = frozenset(
 
 def begins_loop(node: fx.Node) -> bool:
     """Whether a node compares the experts that tokens have chosen with the first one."""
+    ids = _compared(node)
     return (
-        op_name(node.target) == "eq"
-        and node.args[1] == 0
-        and is_tensor(node.args[0])
-        and not node.args[0].meta["val"].is_floating_point()
-        and node.args[0].meta["val"].ndim == 2
-        and _choices(node.args[0]) is not None
+        ids is not None
+        and not ids.meta["val"].is_floating_point()
+        and ids.meta["val"].ndim in (1, 2)
+        and _choices(ids) is not None
     )
+
+
+def _compared(node: fx.Node) -> fx.Node | None:
+    """The ids that a node compares with the first expert."""
+    kind = op_name(node.target)
+    if kind == "eq":
+        return node.args[0] if node.args[1] == 0 and is_tensor(node.args[0]) else None
+    if kind != "select" or node.args[2] != 0:
+        return None
+    source = node.args[0]
+    while op_name(source.target) in ARRANGES | {"to", "_to_copy"}:
+        source = source.args[0]
+    return source.args[0] if op_name(source.target) == "one_hot" else None
 
 
 def _choices(ids: fx.Node) -> int | None:
     """Among how many experts the ones that are given were chosen."""
-    if not isinstance(ids.args[0], fx.Node) or op_name(ids.args[0].target) != "topk":
-        return None
-    count = shape_of(ids.args[0].args[0])[-1]
-    return count if isinstance(count, int) else None
+    while op_name(ids.target) in ARRANGES:
+        ids = ids.args[0]  # type: ignore[assignment]
+    at = ids.args[0] if ids.target is operator.getitem else ids
+    return shape_of(at.args[0])[-1] if choice(at) is ids else None
 
 
 @dataclass
@@ -59,15 +73,19 @@ class Loop(Routing):
     e are added to the tokens; ``stacked``: what is of one expert each, by the nodes of all."""
 
     sums: tuple[fx.Node, ...] = ()
+    compared: set[fx.Node] = field(default_factory=set)  # what is computed for an expert
+    skips: bool = False  # there are choices that no expert belongs to
     ends: tuple[fx.Node, ...] = ()
     stacked: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
     _rowed: dict[fx.Node, bool] = field(default_factory=dict)
 
     def fuse(self) -> None:
-        ids: Any = self.at.args[0]
+        ids: Any = _compared(self.at)
         self.ids, self.count = ids, _choices(ids) or 0
         self.refuse_strangers()
         self.classify()
+        telling = [u for u in self.ids.users if op_name(u.target) in ("eq", "one_hot")]
+        self.compared = descendants(telling)
         self._find_sums()
         pairs: dict[fx.Node, Any] = {}
         self._match(self.ends, pairs)
@@ -79,16 +97,26 @@ class Loop(Routing):
         for node, role in self.roles.items():
             if isinstance(role, tuple) and role[0] == "tokens":
                 for user in node.users:
-                    rows = _added(user, node)
+                    rows = _added(user, node, self.k)
                     if rows is not None:
                         found[role[1]] = user, rows
-        if set(found) != set(range(self.count)):
+        if len(found) < 2 or set(found) != set(range(len(found))):
             raise Unfit(f"a loop that adds up the tokens of {len(found)} of {self.count} experts")
+        self.skips = len(found) < self.count
+        if self.skips and not self._told_apart():
+            raise Unfit("a loop over experts that cannot be told apart by their tokens")
+        self.count = len(found)
         self.sums, self.ends = zip(*(found[e] for e in range(self.count)), strict=True)
         into = [node.args[0] for node in self.sums]
         first = [node for node in into if is_zero(node)]
         if len(first) != 1 or {*into} - {*first} != {*into} & {*self.sums}:
             raise Unfit("a loop whose experts do not add to the same tokens one by one")
+
+    def _told_apart(self) -> bool:
+        """Whether in the trial every choice was made, and no two by the same tokens."""
+        ids = self.known[self.ids].reshape(-1, self.k)
+        tokens = {tuple((ids == e).any(-1).tolist()) for e in range(self.count)}
+        return len(tokens) == self.count and all(map(any, tokens))
 
     def _match(self, nodes: tuple[fx.Node, ...], pairs: dict[fx.Node, Any]) -> None:
         """See that the experts compute alike; ``pairs``: by node of the first, what it is: rows or
@@ -117,7 +145,7 @@ class Loop(Routing):
                 raise Unfit(f"{op_name(first.target)} of experts with different arguments")
             if any(isinstance(n.meta.get("val"), torch.SymInt) for n in first.all_input_nodes):
                 raise Unfit("experts that read how many tokens they have")
-            for each in zip(*(_inputs(node) for node in nodes), strict=True):
+            for each in zip(*(inputs(node) for node in nodes), strict=True):
                 stack.append(each)
 
     @property
@@ -134,13 +162,21 @@ class Loop(Routing):
                 raise Unfit("rows that are not made of tokens")
             return "rows", looked[0]
         if op_name(node.target) == "index" and len(node.args[1]) == 2:
-            roles = [self.roles.get(i) for i in node.args[1]]
             source = self.by_token(node.args[0])
-            if roles == [("tokens", expert), ("slots", expert)]:
+            tokens, slots = node.args[1]
+            if self._are_slots(tokens, slots, expert):
                 if shape_of(source) != self.token_shape:
                     raise Unfit("numbers that are not one for each expert of a token")
                 return "scalar", source
         return None
+
+    def _are_slots(self, tokens: fx.Node, slots: fx.Node, expert: int) -> bool:
+        """Whether the integers say where tokens have chosen an expert."""
+        if self.roles.get(tokens) != ("tokens", expert) or slots not in self.known:
+            return False
+        found = self.known[tokens] * self.k + self.known[slots]
+        wanted = (self.known[self.ids].reshape(-1) == expert).nonzero()[:, 0]
+        return torch.equal(found.sort().values, wanted)
 
     def _weights(self, node: fx.Node, expert: int) -> fx.Node:
         """[t, k], of which the node has for every token the number that belongs to an expert."""
@@ -151,27 +187,44 @@ class Loop(Routing):
             each = stack.pop()
             if each in self.known or each in needed or each in sources:
                 continue
-            if shape_of(each) == self.token_shape and self.ids not in ancestors([each]):
+            if self._of_slots(each) and each not in self.compared and not self._shows_slots(each):
                 sources[each] = None
             elif each.op != "call_function":
                 break
             else:
                 needed[each] = None
                 stack += each.all_input_nodes
-        chosen = self.known[self.ids]
-        trial = torch.linspace(1, 2, chosen.numel()).view(chosen.shape)
-        env = self.known | dict.fromkeys(sources, trial)
-        wanted = (trial * (chosen == expert)).sum(-1)
+        chosen = self.known[self.ids].view(-1, self.k)
+        trial = torch.linspace(1, 2, chosen.numel()).view(chosen.shape).requires_grad_()
+        env = dict(self.known)
+        for each in sources:
+            env[each] = trial if len(shape_of(each)) == 2 else trial[:, 0]
+        has = (chosen == expert).any(-1)
+        wanted = (trial * (chosen == expert)).sum(-1)[has]
         try:
             for each in (n for n in ancestors([node]) if n in needed):
                 args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
                 env[each] = each.target(*args, **kwargs)
-            same = torch.allclose(env[node].view(-1), wanted)
+            made = env[node].view(-1)[has]
+            same = len(wanted) > 0 and torch.allclose(made, wanted)
+            by = torch.linspace(2, 3, len(wanted))
+            (grad,) = torch.autograd.grad((made * by).sum(), trial)
+            (own,) = torch.autograd.grad((wanted * by).sum(), trial)
+            same = same and torch.allclose(grad, own)
         except Exception:  # it cannot be run: nothing is known of it
             same = False
         if not same or len(sources) != 1:
             raise Unfit("numbers of tokens that are not one for each of their experts")
         return next(iter(sources))
+
+    def _of_slots(self, node: fx.Node) -> bool:
+        """Whether there is a number for each expert of a token."""
+        shape, wanted = shape_of(node), self.token_shape
+        return shape == wanted or (self.k == 1 and shape == wanted[:1])
+
+    def _shows_slots(self, node: fx.Node) -> bool:
+        """Whether a node has such numbers of another one."""
+        return op_name(node.target) in ARRANGES and self._of_slots(node.args[0])
 
     def _depends(self, node: fx.Node) -> bool:
         """Whether a node of the first expert is computed from its tokens."""
@@ -194,6 +247,7 @@ class Loop(Routing):
         scalars = list(dict.fromkeys(each for kind, each in pairs.values() if kind == "scalar"))
         late = max(self.sums, key=order.__getitem__)
         with self.before(late):
+            served = self._served(scalars) if self.skips else None
             made = self.dispatch(next(iter(sources)), scalars)
             new: dict[fx.Node, fx.Node] = {}
             for node in sorted(pairs, key=order.__getitem__):
@@ -206,10 +260,23 @@ class Loop(Routing):
                         new[node] = self.call(aten.unsqueeze.default, new[node], -1)
                 elif self._depends(node):
                     new[node] = self._of_all(node, new, pairs, made)
-            tokens = late.meta["val"]
-            value = new[end].meta["val"].new_empty(tokens.shape)
-            out = self.call(experts.combine, new[end], made["plan"], value=value)
+            rows, tokens = new[end], late.meta["val"]
+            if served is not None:
+                rows = self.call(
+                    aten.mul.Tensor, rows, self.call(aten.unsqueeze.default, made[served], -1)
+                )
+            value = rows.meta["val"].new_empty(tokens.shape)
+            out = self.call(experts.combine, rows, made["plan"], value=value)
         late.replace_all_uses_with(out)
+
+    def _served(self, scalars: list[fx.Node]) -> fx.Node:
+        """One where a token has chosen an expert, zero where it has chosen to skip: then it goes to
+        the last one for nothing."""
+        served = self.call(aten.lt.Scalar, self.ids, self.count)
+        served = self.call(aten.to.dtype, served, self.ends[0].meta["val"].dtype)
+        self.ids = self.call(aten.clamp.default, self.ids, None, self.count - 1)
+        scalars.append(served)
+        return served
 
     def _fits(self, node: fx.Node, nodes: tuple[fx.Node, ...]) -> None:
         """Raise Unfit where an op of an expert has no counterpart on rows of all of them."""
@@ -272,8 +339,9 @@ def _selected(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return lookup(node)
 
 
-def _added(node: fx.Node, tokens: fx.Node) -> fx.Node | None:
-    """The rows that a node adds to some tokens of its first argument; None where it does not."""
+def _added(node: fx.Node, tokens: fx.Node, k: int) -> fx.Node | None:
+    """The rows that a node adds to some tokens of its first argument; None where it does not. Where
+    a token has one expert, what it puts in place of nothing."""
     if op_name(node.target) == "index_add" and node.args[2] is tokens:
         plain = argument(node, 1, "dim") == 0 and argument(node, 4, "alpha", 1) == 1
         return node.args[3] if plain else None
@@ -283,13 +351,15 @@ def _added(node: fx.Node, tokens: fx.Node) -> fx.Node | None:
     if argument(node, 3, "accumulate", False):
         return rows
     if op_name(rows.target) != "add" or len(rows.args) != 2 or rows.kwargs:
-        return None
+        return rows if k == 1 else None
     before = [a for a in rows.args if is_tensor(a) and _selected(a) == (node.args[0], tokens)]
     others = [a for a in rows.args if a not in before]
+    if not before and k == 1:
+        return rows
     return others[0] if len(before) == len(others) == 1 else None
 
 
-def _inputs(node: fx.Node) -> list[fx.Node]:
+def inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, each as often as it stands there."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))

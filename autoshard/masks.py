@@ -46,6 +46,17 @@ def ancestors(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes[0].graph.nodes if n in found]
 
 
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that is computed from them."""
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
 def depends_on_sizes_only(program: Program, needed: list[fx.Node]) -> bool:
     """Whether no input or parameter is read by the nodes, but for its size."""
     return all(

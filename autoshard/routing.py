@@ -22,7 +22,7 @@ from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
 from autoshard.program import Program
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
-from autoshard.scores import VIEWS
+from autoshard.scores import ARRANGES, CASTS, VIEWS, is_elementwise
 
 aten = torch.ops.aten
 
@@ -60,6 +60,67 @@ def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (x, i) if value.ndim == 1 and value.dtype in (torch.int64, torch.int32) else None
 
 
+def choice(node: fx.Node) -> fx.Node | None:
+    """The ids of the experts that an op chooses by scores ``[..., experts]``: ``[..., k]``, or
+    ``[...]`` of one expert; None where it chooses none."""
+    kind = op_name(node.target)
+    if node.op != "call_function" or kind not in ("topk", "max", "argmax"):
+        return None
+    scores, dim = shape_of(node.args[0]), _chosen_dim(node)
+    if not scores or not isinstance(scores[-1], int) or dim not in (-1, len(scores) - 1):
+        return None
+    if kind == "argmax":
+        return node
+    ids = [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]
+    return ids[0] if ids else None
+
+
+def chosen_by(ids: fx.Node) -> fx.Node:
+    """The op that ids of experts are made by."""
+    while choice(ids) is None and ids.all_input_nodes:
+        ids = ids.all_input_nodes[0]
+    return ids
+
+
+def _chosen_dim(node: fx.Node) -> Any:
+    kind = op_name(node.target)
+    if kind in ("max", "argmax"):  # of all elements, or of two tensors
+        return argument(node, 1, "dim")
+    return argument(node, 2, "dim", -1) if kind == "topk" else argument(node, 1, "dim", -1)
+
+
+def possible(ids: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
+    """``(root, numbers)``: all that integers can be, for each that ``root`` can be; None where that
+    is not known."""
+    kind = op_name(ids.target)
+    if ids.op != "call_function":
+        return None
+    for user in ids.users:  # what is read by them on one device has as many places
+        if op_name(user.target) == "gather" and user.args[2] is ids:
+            size = shape_of(user.args[0])[user.args[1]]
+            return (ids, torch.arange(size)) if isinstance(size, int) else None
+    at = ids.args[0] if ids.target is operator.getitem else ids
+    if op_name(at.target) in CHOICES:
+        dim = -1 if kind == "multinomial" else _chosen_dim(at)
+        size = shape_of(at.args[0])[dim] if isinstance(dim, int) else None
+        whole = at is ids or ids.args[1] == 1
+        return (ids, torch.arange(size)) if whole and isinstance(size, int) else None
+    if kind in ("cat", "concat", "stack"):
+        parts = [possible(n) for n in ids.args[0]]
+        known = [p[1] for p in parts if p is not None]
+        return (ids, torch.cat(known)) if len(known) == len(parts) else None
+    if kind in ARRANGES | CASTS:
+        return possible(ids.args[0])
+    if not is_elementwise(ids):
+        return None
+    env = {n: possible(n) for n in ids.all_input_nodes}
+    roots = {found[0] if found else None for found in env.values()}
+    if len(roots) != 1 or None in roots:
+        return None
+    args, kwargs = fx.map_arg((ids.args, ids.kwargs), lambda n: env[n][1])  # type: ignore[index]
+    return roots.pop(), ids.target(*args, **kwargs)  # type: ignore[return-value]
+
+
 def is_zero(node: fx.Node) -> bool:
     kind = op_name(node.target)
     return kind in ("zeros", "zeros_like", "new_zeros") or (
@@ -71,9 +132,9 @@ def is_zero(node: fx.Node) -> bool:
 class Routing:
     """The routing of one mixture of experts, found from the node ``at`` inside it.
 
-    ids: ``[t, k]``, of every token its experts; count: of experts; k: experts of a token; roles: of
-    the nodes computed from them, by what they are; known: their values in a trial; capacity: of
-    `autoshard.experts.dispatch`.
+    ids: ``[t, k]``, of every token its experts, or ``[t]`` of one; count: of experts; k: experts of
+    a token; roles: of the nodes computed from them, by what they are; known: their values in a
+    trial; capacity: of `autoshard.experts.dispatch`.
     """
 
     program: Program
@@ -87,19 +148,23 @@ class Routing:
 
     def refuse_strangers(self) -> None:
         """Raise Unfit where a token may choose an expert that there is not (a place to skip it)."""
-        node = self.ids
-        while op_name(node.target) in VIEWS | {"to", "_to_copy", "unsqueeze", "slice", "getitem"}:
-            node = node.args[0]  # type: ignore[assignment]
-        of = shape_of(node.args[0])[-1:] if op_name(node.target) in CHOICES else ()
-        if not of or not isinstance(of[0], int) or of[0] > self.count:
+        found = possible(self.ids)
+        if found is None or not bool(((found[1] >= 0) & (found[1] < self.count)).all()):
             raise Unfit(f"tokens that may choose others than the {self.count} experts")
 
     def classify(self) -> None:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
-        sizes = {symbol: TOKENS + 2 * n for n, symbol in enumerate(self.program.hints)}
-        shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+        for tokens in (TOKENS, self.count):  # more only where experts would go without
+            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
+            shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+            if math.prod(shape) >= 2 * self.count:
+                break
         generator = torch.Generator().manual_seed(0)
-        env: dict[fx.Node, Any] = {self.ids: torch.randint(self.count, shape, generator=generator)}
+        # any, and where there is room all of them
+        every = torch.randint(self.count, (math.prod(shape),), generator=generator)
+        every[: self.count] = torch.arange(self.count)[: len(every)]
+        every = every[torch.randperm(len(every), generator=generator)]
+        env: dict[fx.Node, Any] = {self.ids: every.view(shape)}
         stack, seen = list(self.ids.users), set[fx.Node]()
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         while stack:
@@ -125,7 +190,7 @@ class Routing:
             except Exception:  # an op that does not run alone is no part of a routing
                 continue
             stack.extend(node.users)
-        self.k, self.known = shape[-1], env
+        self.k, self.known = (shape[-1] if len(shape) > 1 else 1), env
         self._name_roles(env, env[self.ids].reshape(-1), self.k)
 
     def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
@@ -182,12 +247,12 @@ class Routing:
 
     @property
     def token_shape(self) -> tuple[Any, ...]:
-        *lead, k = shape_of(self.ids)
+        *lead, k = shape_of(self.ids) if len(shape_of(self.ids)) > 1 else (*shape_of(self.ids), 1)
         return (math.prod(lead), k)
 
     def dispatch(self, source: fx.Node, scalars: list[fx.Node]) -> dict[Any, fx.Node]:
         ids, given = self.ids, []
-        if len(shape_of(ids)) > 2:
+        if len(shape_of(ids)) != 2:
             ids = self.call(aten.reshape.default, ids, [-1, self.k])
         for scalar in scalars:
             if shape_of(scalar) != shape_of(ids):

@@ -4,9 +4,11 @@ Requires: a canonical graph. Gives: `autoshard.experts.dispatch` and ``combine``
 model brings tokens to experts and back, and between them what the experts compute, on rows sorted
 by expert. What the integers of the routing are (an order by expert, its inverse, where experts end)
 is seen by running the part of the graph that computes them. Recognised are products by groups of
-sorted rows, and products of every row with its own expert's weights. What has another structure is
-left as it is, and said why in ``program.unfused``. A loop over modules, each with parameters of its
-own, becomes products by groups; those parameters become one stack (`autoshard.stacks`).
+sorted rows, and products of every row with its own expert's weights. A loop over modules, each with
+parameters of its own, becomes products by groups, and those parameters become one stack
+(`autoshard.stacks`); so does what every expert computes of every token, where only those that a
+token has chosen count. What has another structure is left as it is, and said why in
+``program.unfused``.
 
     before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
              y[inverse].view(t, k, d).sum(1)
@@ -15,6 +17,7 @@ own, becomes products by groups; those parameters become one stack (`autoshard.s
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,13 +26,14 @@ from torch import fx
 
 from autoshard import experts
 from autoshard.chain import Pass
+from autoshard.dense_experts import fuse_dense
 from autoshard.errors import ShardingError, message
 from autoshard.expert_loops import Loop, begins_loop
 from autoshard.experts import dispatches
 from autoshard.infer import expression
 from autoshard.masks import ancestors
 from autoshard.program import Program, module_path, shallow, tensor_results
-from autoshard.routing import Routing, Unfit, is_zero, lookup, shape_of
+from autoshard.routing import Routing, Unfit, choice, chosen_by, is_zero, lookup, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
@@ -56,17 +60,23 @@ class FuseExperts(Pass):
         wanted = self.always or self.capacity is not None
         if mesh.size("ep") == mesh.size("cp") == 1 and not wanted:
             return program
-        program.unfused = []
+        left: list[tuple[fx.Node | None, str]] = []  # the ids of experts, and why
         for node in list(program.graph.nodes):
             if node.op != "call_function" or not node.users:
                 continue
-            routing = _Block if is_routed(node) else Loop if begins_loop(node) else None
-            if routing is not None:
+            kind = _Block if is_routed(node) else Loop if begins_loop(node) else None
+            if kind is not None:
+                routing = kind(program, node, capacity=self.capacity)
                 try:
-                    routing(program, node, capacity=self.capacity).fuse()
+                    routing.fuse()
                 except Unfit as error:
-                    place = module_path(node) or "the model"
-                    program.unfused.append(f"{place}: {error}")
+                    left.append((routing.ids, _reason(node, error)))
+        _drop_unused(program)
+        dense = fuse_dense(program, self.capacity)
+        left += [(None, _reason(node, why)) for node, why in dense]
+        _drop_unused(program)
+        taken = {chosen_by(node.args[1]) for node in dispatches(program.graph)}
+        program.unfused = [why for ids, why in left if ids is None or chosen_by(ids) not in taken]
         if self.capacity is not None and (program.unfused or not dispatches(program.graph)):
             raise ShardingError(
                 message(
@@ -77,12 +87,17 @@ class FuseExperts(Pass):
                     "leave the option out",
                 )
             )
-        program.graph.eliminate_dead_code(
-            is_impure_node=lambda n: n.op in ("placeholder", "output")
-        )
         keep_stacked(program)
         program.graph_module.recompile()
         return program
+
+
+def _reason(node: fx.Node, why: Unfit) -> str:
+    return f"{module_path(node) or 'the model'}: {why}"
+
+
+def _drop_unused(program: Program) -> None:
+    program.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 
 def is_routed(node: fx.Node) -> bool:
@@ -135,7 +150,7 @@ class _Block(Routing):
         self.ids = flat
         while op_name(self.ids.target) in VIEWS and len(shape_of(self.ids)) < 2:
             self.ids = self.ids.args[0]
-        if len(shape_of(self.ids)) < 2:
+        if len(shape_of(self.ids)) < 2 and not self._one_each(self.ids):
             raise Unfit("tokens that do not all have the same number of experts")
         self.refuse_strangers()
         self.classify()
@@ -148,9 +163,16 @@ class _Block(Routing):
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.is_floating_point():
                 continue
-            if op_name(node.target) in VIEWS and shape_of(node) == (self.rows,):
+            made = op_name(node.target) in VIEWS or self._one_each(node)
+            if made and shape_of(node) == (self.rows,):
                 return node
         raise Unfit("experts that are not chosen by index")
+
+    @staticmethod
+    def _one_each(ids: fx.Node) -> bool:
+        """Whether every token has chosen one expert."""
+        at = ids.args[0] if ids.target is operator.getitem else ids
+        return isinstance(at, fx.Node) and choice(at) is ids and len(shape_of(ids)) == 1
 
     # where experts end
 

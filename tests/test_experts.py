@@ -11,6 +11,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
+from dense_mixtures import DENSE, LEFT, LOOPS, OWN_TOKENS, Every, feed_forward
 from expert_jobs import CASES
 from test_gloo import each, ranks_of
 from torch import nn
@@ -133,16 +134,13 @@ class Mixture(nn.Module):
         return torch.einsum("teh,ehd,te->td", inner, self.down, given)
 
 
-def feed_forward(width: int, inner: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
-
-
 class Model(nn.Module):
     def __init__(self, form: str, **sizes: int):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
-        self.mixture, self.head = Mixture(form, **sizes), nn.Linear(16, 32)
+        kind = Mixture if hasattr(Mixture, form) else Every
+        self.mixture, self.head = kind(form, **sizes), nn.Linear(16, 32)
 
     def forward(self, ids, labels):
         x = self.embed(ids)
@@ -191,6 +189,39 @@ def test_architectures_without_ep(kind, mesh):
     report = verify(tiny(kind), mesh, batch(), steps=1)
     assert report.ok, report
     assert ways(report) == (1 if kind == "deepseek_v3" else 2)
+
+
+#: Of other architectures: how many of the two layers are mixtures.
+OTHERS = {
+    **dict.fromkeys(
+        """cohere2_moe deepseek_v4 granitemoe granitemoeshared granitemoehybrid hunyuan_v1_moe jamba
+        lfm2_moe llama4_text mellum minimax minimax_m2 minimax_m3_vl_text olmoe qwen2_moe qwen3_next
+        solar_open zaya aria_text flex_olmo inkling_text kolibri1""".split(),
+        2,
+    ),
+    **dict.fromkeys(
+        """afmoe axk1 axk2 deepseek_v2 deepseek_v32 dots1 ernie4_5_moe exaone_moe glm4_moe
+        glm4_moe_lite glm_moe_dsa hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h sarvam_mla sarvam_moe
+        """.split(),
+        1,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures(kind):
+    report = verify(tiny(kind), "ep=2", batch(), steps=1)
+    assert report.ok, report
+    assert ways(report) == OTHERS[kind]
+
+
+@pytest.mark.slow
+def test_experts_chosen_by_chance():
+    """In training they are drawn anew; in evaluation the best are taken, one after the other."""
+    report = verify(tiny("phimoe").eval(), "ep=2", batch(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 2
 
 
 @pytest.mark.slow
@@ -251,12 +282,59 @@ def test_a_loop_that_cannot_be_captured():
         verify(model, "ep=2", batch(), steps=1)
 
 
-def test_experts_that_compute_every_token():
-    """Nothing is sent: ep carries samples, and that is said."""
-    report = verify(Model("everywhere"), "ep=2", tokens(), steps=1)
+@pytest.mark.parametrize("form", ["everywhere", *DENSE])
+def test_experts_that_compute_every_token(form):
+    """Only the rows of tokens at the experts they chose are computed, and experts are cut."""
+    sizes = {"inner": 16} if form == "square" else {}
+    report = verify(Model(form, **sizes), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    if form not in LOOPS:
+        assert layouts(report, "mixture.up")["ep"].role == "experts"
+
+
+@pytest.mark.parametrize("mesh", ["ep=2,tp=2", "dp=2,ep=2", "ep=4"])
+@pytest.mark.parametrize("form", ["everywhere", "loop"])
+def test_every_token_on_meshes(form, mesh):
+    report = verify(Model(form), mesh, tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep=2,tp=2", "dp=2,ep=2", "ep=4", "cp=2,ep=2"])
+@pytest.mark.parametrize("form", [*DENSE, *OWN_TOKENS])
+def test_every_form_on_meshes(form, mesh):
+    sizes = {"inner": 16} if form == "square" else {}
+    report = verify(Model(form, experts=5, **sizes), mesh, tokens(), steps=2)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+@pytest.mark.parametrize("form", OWN_TOKENS)
+def test_loops_over_chosen_tokens(form):
+    report = verify(Model(form), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_a_loop_whose_weights_learn_nothing():
+    """It is not taken for one whose weights do."""
+    with pytest.raises(ShardingError, match="numbers of tokens that are not one for each"):
+        verify(Model("detached"), "ep=2", tokens(), steps=1)
+
+
+@pytest.mark.parametrize("form", LEFT)
+def test_experts_that_must_compute_every_token(form):
+    """Nothing is sent: ep carries samples, and why is said."""
+    report = verify(Model(form), "ep=2", tokens(), steps=1)
     assert report.ok, report
     assert ways(report) == 0
-    assert "no experts are cut over ep" in "".join(report.sharded.program.notes)
+    notes = "".join(report.sharded.program.notes)
+    assert (
+        f"no experts are cut over ep, which carries samples in any case: mixture: {LEFT[form]}"
+        in notes
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,15 +142,45 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 #: Fields that a type needs on top of SIZES.
 EXTRA: dict[str, dict[str, Any]] = {
-    "dots1": {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dots1": {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+    "granitemoehybrid": {
+        "layer_types": ["attention", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+        "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
     "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }

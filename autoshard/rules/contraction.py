@@ -76,7 +76,7 @@ def matmul(t: Typer, node: fx.Node) -> Typing:
 def einsum(t: Typer, node: fx.Node) -> Typing:
     """Any einsum; an ellipsis stands for the leading dimensions, as in torch."""
     inputs = [t.dims(operand) for operand in node.args[1]]
-    operands, right = _letters(node.args[0], [len(dims) for dims in inputs])
+    operands, right = letters_of(node.args[0], [len(dims) for dims in inputs])
     named: dict[str, Dim] = {}
     for letters, dims in zip(operands, inputs, strict=True):
         for letter, dim in zip(letters, dims, strict=True):
@@ -88,7 +88,7 @@ def einsum(t: Typer, node: fx.Node) -> Typing:
     return Typing(out, summed=summed, flops=_flops(*out, *summed), linear="one")
 
 
-def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+def letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
     """The subscripts of every operand and of the result, one a dimension. Those of an ellipsis are
     named ``.n``, counted from the last."""
     left, arrow, right = equation.replace(" ", "").partition("->")
