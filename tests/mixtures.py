@@ -249,9 +249,8 @@ def clipped(mesh: Any, model: Any) -> torch.Tensor:
 
 def evaluated(mesh: Any, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss in evaluation mode, of the global batch on every rank."""
-    model.eval()
     with torch.no_grad(), InFloat64():
-        return model(**inputs).loss.clone()
+        return model.eval()(**inputs).loss.clone()
 
 
 def biased_by_load(mesh: Any, axes: dict[str, int] | None = None, **options: Any) -> dict[str, Any]:
