@@ -1,4 +1,5 @@
-"""fuse_experts: on a mesh with ep or cp, every mixture of experts is told apart from its transport.
+"""fuse_experts: on a mesh with ep or cp, every mixture of experts is told apart from its transport;
+where only dp cuts samples those are, that are written as a loop which selects rows of the batch.
 
 Requires: a canonical graph. Gives: `autoshard.experts.dispatch` and ``combine`` in place of how a
 model brings tokens to experts and back, and between them what the experts compute, on rows sorted
@@ -58,21 +59,22 @@ class FuseExperts(Pass):
         program = shallow(program)
         mesh = program.mesh.mesh
         wanted = self.always or self.capacity is not None
-        if mesh.size("ep") == mesh.size("cp") == 1 and not wanted:
+        every = wanted or mesh.size("ep") * mesh.size("cp") > 1
+        if not every and mesh.size("dp") == 1:
             return program
         left: list[tuple[fx.Node | None, str]] = []  # the ids of experts, and why
         for node in list(program.graph.nodes):
             if node.op != "call_function" or not node.users:
                 continue
             kind = _Block if is_routed(node) else Loop if begins_loop(node) else None
-            if kind is not None:
+            if kind is not None and (every or kind is Loop):
                 routing = kind(program, node, capacity=self.capacity)
                 try:
                     routing.fuse()
                 except Unfit as error:
                     left.append((routing.ids, _reason(node, error)))
         _drop_unused(program)
-        dense = fuse_dense(program, self.capacity)
+        dense = fuse_dense(program, self.capacity) if every else ()
         left += [(None, _reason(node, why)) for node, why in dense]
         _drop_unused(program)
         taken = {chosen_by(node.args[1]) for node in dispatches(program.graph)}

@@ -380,3 +380,11 @@ def test_bytes_of_tokens():
     assert sent["to_tokens"] == (rows * 16,) * 2
     assert sent["to_experts"] == (rows * 17,) * 2
     assert "all_to_all" in autoshard(Model("added"), "ep=4", tokens()).table("collectives")
+
+
+@pytest.mark.parametrize("form", ["chosen_first", "masked"])
+def test_a_loop_over_experts_on_data_ranks(form):
+    """Each rank has all experts, and takes those rows of its own that chose one."""
+    report = verify(Model(form), "dp=2", tokens(), steps=2)
+    assert report.ok, report
+    assert layouts(report, "*.0.weight")["dp"] == "R"

@@ -51,19 +51,32 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Any:
         ctx.save_for_backward(x, weight, offsets)
-        out = x.new_zeros(x.shape[0], weight.shape[2])
-        for i, start, stop in _spans(offsets):
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        spans = _spans(offsets)
+        for i, start, stop in spans:
             torch.mm(x[start:stop], weight[i], out=out[start:stop])
+        out[spans[-1][2] if spans else 0 :].zero_()  # rows of no group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
-        to_x, to_weight = torch.zeros_like(x), torch.zeros_like(weight)
-        for i, start, stop in _spans(offsets):
-            to_x[start:stop] = grad[start:stop] @ weight[i].T
-            to_weight[i] = x[start:stop].T @ grad[start:stop]
+        wanted, to_x, to_weight = ctx.needs_input_grad, None, None
+        spans = _spans(offsets)
+        if wanted[0]:
+            to_x = torch.empty_like(x)
+            for i, start, stop in spans:
+                torch.mm(grad[start:stop], weight[i].T, out=to_x[start:stop])
+            to_x[spans[-1][2] if spans else 0 :].zero_()  # rows of no group
+        if wanted[1]:
+            to_weight = torch.empty_like(weight)
+            given = {i: slice(start, stop) for i, start, stop in spans}
+            for i in range(len(weight)):
+                if i in given:
+                    torch.mm(x[given[i]].T, grad[given[i]], out=to_weight[i])
+                else:
+                    to_weight[i].zero_()
         return to_x, to_weight, None
 
 
