@@ -29,9 +29,10 @@ class Mixture(nn.Module):
         wide, narrow = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.shared = nn.Sequential(wide, nn.GELU(), narrow) if shared else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
         tokens = x.reshape(-1, WIDTH)
-        weights, chosen = self.router(tokens).softmax(-1).topk(K, -1)
+        scores = self.router(tokens) if scores is None else scores.reshape(-1, EXPERTS)
+        weights, chosen = scores.softmax(-1).topk(K, -1)
         if self.factor is not None:
             weights = weights * self.kept(weights, chosen)
         rows = tokens.repeat_interleave(K, 0).unsqueeze(1)
@@ -90,6 +91,49 @@ def step(mesh: Any, factor: float | None) -> dict[str, Any]:
     loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
     gradients = gloo.detached(sharded.full_gradients())
     return {"loss": loss, "gradients": gradients, "load": sharded.expert_load()}
+
+
+class Balanced(nn.Module):
+    """Experts that are given as many tokens each: token t goes to t and t + 1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.mixture = Mixture(None, 1, False)
+        self.mixture.router = None
+
+    def forward(self, ids, labels, scores):
+        x = self.mixture(self.embed(ids), scores)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def balanced(rows: int = 8) -> dict[str, torch.Tensor]:
+    """Two rows of eight tokens for each of four ranks."""
+    g = torch.Generator().manual_seed(1)
+    given = {n: torch.randint(32, (rows, 8), generator=g) for n in ("ids", "labels")}
+    first = torch.arange(8) % EXPERTS
+    scores = F.one_hot(first, EXPERTS).double() * 2 + F.one_hot((first + 1) % EXPERTS, EXPERTS)
+    return given | {"scores": scores.expand(rows, 8, EXPERTS).contiguous()}
+
+
+def sent(mesh: Any) -> tuple[list[int], list[int]]:
+    """Bytes of rows that a step sends to other ranks, one transfer after the other; and what its
+    load says."""
+    sharded = gloo.shard(mesh, Balanced().double(), balanced(), zero=0)
+    found, exchange = [], dispatch._exchange
+
+    def counts(x: torch.Tensor, link: Any, sent: Any, got: Any) -> torch.Tensor:
+        if x.ndim > 1:
+            found.append((sum(sent) - sent[link.index]) * x.shape[1] * x.element_size())
+        return exchange(x, link, sent, got)
+
+    dispatch._exchange = counts
+    try:
+        sharded.train_step(**gloo.local_rows(mesh, balanced()))
+    finally:
+        dispatch._exchange = exchange
+    return found, [load.sent[mesh.get_rank()] for load in sharded.expert_load()]
 
 
 def uneven(mesh: Any) -> str:

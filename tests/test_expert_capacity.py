@@ -17,7 +17,7 @@ from autoshard.runtime.dispatch import Capacity
 SIZES = {"ep": 2}
 FACTORS = (0.6, 1.0, 4.0)
 JOBS = {f"step {factor}": (jobs.step, factor) for factor in (None, *FACTORS)}
-JOBS |= {"uneven": (jobs.uneven,), "order": (jobs.order,)}
+JOBS |= {"uneven": (jobs.uneven,), "order": (jobs.order,), "sent": (jobs.sent,)}
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,27 @@ def test_table_of_experts():
     assert len(table.splitlines()) == 4
     for header in ("tokens of experts", "most/mean", "rows of ranks", "sent, most", "dropped"):
         assert header in table
+
+
+def test_bytes_of_balanced_experts(ranks):
+    """Each way k rows of a token, (ep-1)/ep of them to other ranks, forward and backward; on the
+    way there with a number for each, the weight, and its gradient on the way back."""
+    tokens_here, ep = 4 * 8, 2
+    rows = tokens_here * jobs.K * (ep - 1) // ep
+    there, back = rows * (jobs.WIDTH + 1) * 8, rows * jobs.WIDTH * 8
+    for found, told in results(ranks, "sent"):
+        assert found == [there, back, back, there]
+        assert told == [there]
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "ep=2,tp=2", "cp=2,ep=2"])
+def test_nothing_is_gathered_over_ep(mesh):
+    """Of activations; what is summed over it are single numbers of the loss."""
+    conversions = autoshard(Model(), mesh, tokens(), zero=0).program.conversions
+    over = [c for c in conversions if "ep" in {m.partition(".")[0] for m in c.axes}]
+    rows = [c for c in over if c.numel != 1]
+    assert {c.kind for c in rows} == {"to_experts", "to_tokens"}
+    assert len(rows) == 4
 
 
 def test_rows_are_not_sent_twice_over_tp():
