@@ -60,7 +60,19 @@ for strategies, on in (
 WITHOUT_EXPERTS = "data parallel over ep, without experts"
 COMBINATIONS[WITHOUT_EXPERTS] = [("ep=2",), ("dp=2,ep=2",)]
 SIGNS = {None: "?", True: "yes", False: "NO"}
-OTHERS = ("dp=2,tp=2", True, 3, "none")  # what the other models are tried on
+#: What the other models are tried on: what is said of them, and the rest of the case.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "agree": (
+        "other causal language models of transformers 5.24 that the tests build",
+        "on `dp=2,tp=2` with sequence parallelism and ZeRO 3",
+        *("dp=2,tp=2", True, 3, "none"),
+    ),
+    "have all their experts cut and agree": (
+        "other causal language models with experts of transformers 5.24 that the tests build",
+        "on `ep=2`",
+        "ep=2",
+    ),
+}
 
 
 def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[Case, str]]:
@@ -181,9 +193,6 @@ def tables(path: str, before: str = "") -> str:
         counted.append([name, meshes, f"{equal} of {len(results)}"])
     headers = ["strategies", "meshes", "equal"]
     combinations = tabulate(kept(counted, headers, old), headers=headers, tablefmt="github")
-    others = sorted({case.kind for case in passed} - set(TYPES))
-    why = {case.kind: text for case, text in refused.items()}
-    work = [kind for kind in others if passed.get(Case(kind, *OTHERS), False)]
     lines = [
         "Columns of a mesh: with sequence parallelism / without, and no ZeRO. Columns of ZeRO: its",
         "stages, with sequence parallelism and the gradients of two batches added up a step.",
@@ -201,16 +210,28 @@ def tables(path: str, before: str = "") -> str:
         combinations,
         "",
     ]
-    of_others = [
-        f"Of the {len(others)} other causal language models of transformers 5.24 that the tests",
-        f"build, {len(work)} agree on `dp=2,tp=2` with sequence parallelism and ZeRO 3. The others",
-        "are refused by name:",
-        "",
-        *(f"* `{k}`: {_short(why[k])}" for k in others if k in why),
-    ]
-    if not others and "Of the " in before:
-        of_others = ["Of the " + before.partition("Of the ")[2].strip()]
-    return "\n".join([*lines, *of_others])
+    for many, (about, where, *case) in OTHERS.items():
+        told = _others(many, about, where, case, passed, refused)
+        lines += [told or _paragraph(before, about), ""]
+    return "\n".join(lines).strip()
+
+
+def _others(many: str, about: str, where: str, case: list[Any], passed: Any, refused: Any) -> str:
+    """How many of the other architectures agree, and why not the rest."""
+    cases = [c for c in passed if c.kind not in TYPES and c == Case(c.kind, *case)]
+    if not cases:
+        return ""
+    work = [c for c in cases if passed[c]]
+    why = {c.kind: refused[c] for c in cases if c in refused}
+    head = f"Of the {len(cases)} {about}, {len(work)} {many} {where}."
+    listed = [f"* `{kind}`: {_short(why[kind])}" for kind in sorted(why)]
+    return "\n".join([head + (" Refused by name are:" if why else ""), "", *listed]).strip()
+
+
+def _paragraph(text: str, about: str) -> str:
+    """The part of a text that begins with how many there are of something."""
+    found = re.search(rf"^Of the \d+ {re.escape(about)}.*?(?=\n\nOf the|\Z)", text, re.M | re.S)
+    return found[0].strip() if found else ""
 
 
 def _short(text: str) -> str:

@@ -191,31 +191,6 @@ def test_architectures_without_ep(kind, mesh):
     assert ways(report) == (1 if kind == "deepseek_v3" else 2)
 
 
-#: Of other architectures: how many of the two layers are mixtures.
-OTHERS = {
-    **dict.fromkeys(
-        """cohere2_moe deepseek_v4 granitemoe granitemoeshared granitemoehybrid hunyuan_v1_moe jamba
-        lfm2_moe llama4_text mellum minimax minimax_m2 minimax_m3_vl_text olmoe qwen2_moe qwen3_next
-        solar_open zaya aria_text flex_olmo inkling_text kolibri1""".split(),
-        2,
-    ),
-    **dict.fromkeys(
-        """afmoe axk1 axk2 deepseek_v2 deepseek_v32 dots1 ernie4_5_moe exaone_moe glm4_moe
-        glm4_moe_lite glm_moe_dsa hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h sarvam_mla sarvam_moe
-        """.split(),
-        1,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_architectures(kind):
-    report = verify(tiny(kind), "ep=2", batch(), steps=1)
-    assert report.ok, report
-    assert ways(report) == OTHERS[kind]
-
-
 @pytest.mark.slow
 def test_experts_chosen_by_chance():
     """In training they are drawn anew; in evaluation the best are taken, one after the other."""

@@ -28,7 +28,8 @@ def results(path, cases, failed=(), refused=()):
 
 MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO + test_zoo.CONTEXT
 MATRIX += test_zoo.EXPERTS + test_zoo.WITHOUT_EXPERTS
-OTHERS = [Case(kind, *readme_tables.OTHERS) for kind in ("olmo", "jetmoe")]
+ON, WITH_EXPERTS = (each[2:] for each in readme_tables.OTHERS.values())
+OTHERS = [Case(kind, *ON) for kind in ("olmo", "jetmoe")] + [Case("olmoe", *WITH_EXPERTS)]
 
 
 def cells(text, *start, table=0):
@@ -49,7 +50,7 @@ def everything(tmp_path):
             Case("bloom", "cp=4", context="ulysses"),
             Case("gpt_oss", "ep=4", auxiliary=True),
         ],
-        refused=[Case("jetmoe", *readme_tables.OTHERS), *test_zoo.SCANS],
+        refused=[Case("jetmoe", *ON), *test_zoo.SCANS],
     )
     return readme_tables.tables(path)
 
@@ -101,6 +102,7 @@ def test_combinations_are_counted(everything):
 
 def test_other_models_are_counted_and_the_refused_named(everything):
     assert "Of the 2 other causal" in everything and "build, 1 agree" in everything
+    assert "build, 1 have all their experts cut and agree on `ep=2`." in everything
     assert "* `jetmoe`: the batch (rows mix)" in everything
 
 

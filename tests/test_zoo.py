@@ -17,6 +17,7 @@ from zoo import (
     CONTEXTS,
     EXPERT_MESHES,
     MIXTURES,
+    OTHER_MIXTURES,
     RECOMPUTED,
     TYPES,
     WITHOUT_SCANS,
@@ -104,7 +105,6 @@ CHANCE = random.Random(DAY.toordinal())
 TODAY = CHANCE.sample(WITHOUT_ZERO, 5) + CHANCE.sample(WITH_ZERO, 5)
 TODAY += CHANCE.sample([case for case in WITH_CONTEXT if case not in QUICK_CONTEXT], 5)
 TODAY += CHANCE.sample(WITH_EP, 3)
-OTHERS_TODAY = CHANCE.sample(OTHERS, 3)
 
 
 def record_case(record, case: Case) -> None:
@@ -129,8 +129,9 @@ def proved(record, case: Case, steps: int = 2) -> None:
     program = report.sharded.program
     record("fallbacks", len(program.fallbacks))
     assert report.ok, str(report)
-    if case.kind in MIXTURES and "ep" in case.mesh:  # not only equal: cut
-        assert any(node.target is to_experts for node in program.graph.nodes)
+    if case.kind in (*MIXTURES, *OTHER_MIXTURES) and "ep" in case.mesh:  # not only equal: cut
+        sends = [node for node in program.graph.nodes if node.target is to_experts]
+        assert len(sends) == OTHER_MIXTURES.get(case.kind, len(sends)) > 0
         assert not program.unfused
     assert not case.auxiliary or "aux_loss" in program.output_names
 
@@ -199,21 +200,27 @@ def test_no_fallback_in_a_dense_decoder(kind):
     assert [line for line in table.splitlines() if "fallback" in line] == []
 
 
-def works_or_says_why(record, kind: str) -> None:
+def works_or_says_why(record, case: Case) -> None:
     try:
-        proved(record, Case(kind, "dp=2,tp=2", zero=3), steps=1)
+        proved(record, case, steps=1)
     except (CaptureError, ShardingError) as error:
         text = str(error)
         record("refused", text)
         assert "why:" in text and "fix:" in text  # the message's own parts
 
 
-@pytest.mark.parametrize("kind", OTHERS_TODAY)
-def test_todays_other_models_work_or_say_why(kind, record_property):
-    works_or_says_why(record_property, kind)
+OTHERS_ON = [Case(kind, "dp=2,tp=2", zero=3) for kind in OTHERS]
+MIXTURES_ON = [Case(kind, "ep=2") for kind in OTHER_MIXTURES]
+
+
+@pytest.mark.parametrize(
+    "case", CHANCE.sample(OTHERS_ON, 3) + CHANCE.sample(MIXTURES_ON, 2), ids=str
+)
+def test_todays_other_models_work_or_say_why(case, record_property):
+    works_or_says_why(record_property, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_models_work_or_say_why(kind, record_property):
-    works_or_says_why(record_property, kind)
+@pytest.mark.parametrize("case", OTHERS_ON + MIXTURES_ON, ids=str)
+def test_other_models_work_or_say_why(case, record_property):
+    works_or_says_why(record_property, case)

@@ -32,6 +32,23 @@ RECOMPUTED = ("llama", "gpt2", "mixtral", "bert")
 #: Those with mixtures of experts, and of these the ones that can add the loss of their routers.
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 AUXILIARY = MIXTURES[:3]
+#: The other causal LMs with experts of transformers 5.24 that the zoo's sizes fit: in how many of
+#: their two layers they have some.
+OTHER_MIXTURES = {
+    **dict.fromkeys(
+        """cohere2_moe deepseek_v4 granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+        hunyuan_v1_moe inkling2_text jamba jetmoe lara_mini lfm2_moe llama4_text longcat_flash
+        mellum minimax minimax_m2 minimax_m3_vl_text olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
+        solar_open zaya aria_text flex_olmo inkling_text kolibri1""".split(),
+        2,
+    ),
+    **dict.fromkeys(
+        """afmoe axk1 axk2 deepseek_v2 deepseek_v32 dots1 ernie4_5_moe exaone_moe glm4_moe
+        glm4_moe_lite glm_moe_dsa hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h sarvam_mla
+        sarvam_moe""".split(),
+        1,
+    ),
+}
 #: How attention reads the tokens of other ranks of cp.
 CONTEXTS = ("ring", "allgather", "ulysses")
 #: Those whose tokens cp can cut: not a scan, which takes one token after another.
