@@ -38,8 +38,8 @@ OTHER_MIXTURES = {
     **dict.fromkeys(
         """cohere2_moe deepseek_v4 granitemoe granitemoe_swa granitemoehybrid granitemoeshared
         hunyuan_v1_moe inkling2_text jamba jetmoe lara_mini lfm2_moe llama4_text longcat_flash
-        mellum minimax minimax_m2 minimax_m3_vl_text olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
-        solar_open zaya aria_text flex_olmo inkling_text kolibri1""".split(),
+        mellum minimax minimax_m2 minimax_m3_vl_text olmoe phimoe qwen2_moe qwen3_5_moe_text
+        qwen3_next solar_open zaya aria_text flex_olmo inkling_text kolibri1""".split(),
         2,
     ),
     **dict.fromkeys(
