@@ -152,13 +152,20 @@ def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any
     """No rank sends more rows than so many for a halo, nor back; numbers, or closed forms of them.
 
     ``reach``: how far before and after an element is read; ``sizes``: of what is read and of what
-    reads. All others together read as many rows of a run as one run reads of all others. Where the
-    sizes differ, runs of the same place do not start together, and read so much further.
+    reads. All others together read as many rows of a run as one run reads of all others, and one
+    more for every further run that a reach goes beyond, as runs may be one shorter (of a closed
+    form, a reach is taken to end in the next run). Where the sizes differ, runs of the same place
+    do not start together, and read so much further.
     """
+    runs = (2 if zigzag else 1) * ranks
     longer = sympy.sympify(sizes[0] - sizes[1])
-    ahead = sympy.Max(0, reach[0] + sympy.Max(0, longer))
-    behind = sympy.Max(0, reach[1] + sympy.Max(0, -longer))
-    most = (2 if zigzag else 1) * (ahead + behind)
+    most: Any = 0
+    for far in (reach[0] + sympy.Max(0, longer), reach[1] + sympy.Max(0, -longer)):
+        far = sympy.Max(0, far)
+        if far.is_Integer and isinstance(sizes[0], int) and sizes[0] % runs:
+            far += max(0, -(-int(far) // max(1, sizes[0] // runs)) - 1)
+        most += far
+    most = (2 if zigzag else 1) * most
     return int(most) if most.is_Integer else most
 
 
