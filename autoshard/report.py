@@ -746,32 +746,51 @@ def _spread(flops: list[int]) -> list[Any]:
 
 
 def experts_table(program: Program, module: Any = None) -> Table:
-    """Mixtures of experts: how many experts each rank has, and the bytes that a rank sends with its
-    tokens and gets back, forward and backward, where all experts get as many tokens. Once
-    `ShardedModule.expert_load` has been called on all ranks, what it told, one by one."""
-    sizes, names, of = Sizes(program), Names(program), _mixtures_of(program)
+    """Mixtures of experts: before `ShardedModule.expert_load` was called, those alike, with the
+    bytes that a rank sends with its tokens and for their results, forward and backward, where all
+    experts get as many tokens; afterwards what it told, one by one."""
     loads = module._load if module is not None else []
-    loads = loads if len(loads) == len(program.mixtures) else []
+    if not program.mixtures:
+        why = "; ".join(dict.fromkeys(program.unfused)) or "the model has none that is recognised"
+        return Table(["mixtures", "why"], [["none", why]])
+    if len(loads) == len(program.mixtures):
+        return _loads_table(program, loads)
+    sizes, names, of = Sizes(program), Names(program), _mixtures_of(program)
     rows: dict[Any, list[Any]] = {}
-    for at, (name, mixture) in enumerate(program.mixtures.items()):
+    for name, mixture in program.mixtures.items():
         sent = [c for c in program.conversions if of.get(c.node) == name]
-        sums = [sum(conversion_bytes(c, program.mesh)) for c in sent]
-        where = mixture.where if loads else names.starred(mixture.where)[0]
-        ranks = mixture.experts_of_ranks(program.mesh)
-        own = str(ranks[0]) if len(set(ranks)) == 1 else " ".join(map(str, ranks))
-        over = _over(mixture.over, program) or "-"
-        told = [*_few(loads[at].tokens), *_few(loads[at].rows)] if loads else []
-        told += [max(loads[at].sent), loads[at].dropped] if loads else []
-        limit = "-" if mixture.capacity is None else f"{mixture.capacity:g}"
-        row = [mixture.experts, mixture.k, over, own, limit, *map(sizes.local, sums or [0, 0])]
-        rows.setdefault((where, str(row), at if loads else None), [where, 0, *row, *told])[1] += 1
-    headers = ["mixtures", "count", "experts", "k", "over", "of a rank", "capacity"]
+        sums = [sum(conversion_bytes(c, program.mesh)) for c in sent] or [0, 0]
+        row = [*_experts_of(program, mixture), *map(sizes.local, sums)]
+        where = names.starred(mixture.where)[0]
+        rows.setdefault((where, str(row)), [where, 0, *row])[1] += 1
+    headers = ["mixtures", "count", "experts", "a token", "cut over", "on a rank", "capacity"]
     headers += ["bytes there", "bytes back"]
-    if loads:
-        headers += ["tokens of experts", "most/mean", "rows of ranks", "most/mean of ranks"]
-        headers += ["sent, most", "dropped"]
-    numbers = ("count", "experts", "k", "capacity", "bytes there", "bytes back", *headers[-5:])
+    numbers = ("count", "experts", "a token", "capacity", "bytes there", "bytes back")
     return Table(headers, list(rows.values()), numbers, {"mixtures": 30})
+
+
+def _loads_table(program: Program, loads: list[Any]) -> Table:
+    rows = [
+        [
+            load.where,
+            _experts_of(program, mixture)[3],
+            *_few(load.tokens),
+            *_few(load.rows),
+            max(load.sent),
+            load.dropped,
+        ]
+        for mixture, load in zip(program.mixtures.values(), loads, strict=True)
+    ]
+    headers = ["mixtures", "on a rank", "tokens of experts", "most/mean", "rows of ranks"]
+    headers += ["most/mean ", "bytes sent, most", "dropped"]
+    return Table(headers, rows, ("most/mean", *headers[5:]), {"mixtures": 30})
+
+
+def _experts_of(program: Program, mixture: Any) -> list[Any]:
+    ranks = mixture.experts_of_ranks(program.mesh)
+    own = str(ranks[0]) if len(set(ranks)) == 1 else " ".join(map(str, ranks))
+    limit = "-" if mixture.capacity is None else f"{mixture.capacity:g}"
+    return [mixture.experts, mixture.k, _over(mixture.over, program) or "-", own, limit]
 
 
 def _mixtures_of(program: Program) -> dict[str, str]:

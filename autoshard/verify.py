@@ -147,6 +147,11 @@ class Report:
         """One line: how many values were compared, and how many differ."""
         bad = sum(not r.ok for r in self.rows)
         verdict = "equal to one device" if self.ok else f"{bad} of {len(self.rows)} differ"
+        loads = self.sharded.expert_load() if self.sharded is not None else []
+        dropped = sum(load.dropped for load in loads)
+        if dropped:
+            chosen = sum(sum(load.tokens) for load in loads)
+            verdict += f"; expert_capacity drops {dropped} of {chosen} choices, one device none"
         return f"mesh {self.mesh}: {len(self.rows)} compared, {verdict}"
 
     def __str__(self) -> str:

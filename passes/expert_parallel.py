@@ -52,6 +52,6 @@ class ExpertParallel(Pass):
             whose = "some" if cut else "no"
             program.notes.append(
                 f"expert_parallel: {whose} experts are cut over ep, which carries samples in any "
-                f"case: {'; '.join(left) or 'the model has none'}"
+                f"case: {'; '.join(left) or 'the model has none that is recognised'}"
             )
         return program

@@ -84,7 +84,8 @@ class FuseExperts(Pass):
                 message(
                     "autoshard",
                     f"option expert_capacity={self.capacity}",
-                    "; ".join(dict.fromkeys(program.unfused)) or "there are none in the model",
+                    "; ".join(dict.fromkeys(program.unfused))
+                    or "the model has none that is recognised",
                     "it holds for all mixtures of experts, and these are not recognised",
                     "leave the option out",
                 )

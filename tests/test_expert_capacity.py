@@ -154,7 +154,7 @@ def test_table_of_experts():
     report = verify(Model(), "dp=2,ep=2", tokens(), steps=1, expert_capacity=1.0)
     table = report.sharded.table("experts")
     assert len(table.splitlines()) == 4
-    for header in ("tokens of experts", "most/mean", "rows of ranks", "sent, most", "dropped"):
+    for header in ("tokens of experts", "most/mean", "rows of ranks", "bytes sent, most", "dropped"):
         assert header in table
 
 
@@ -207,3 +207,14 @@ def test_the_shared_expert_stands_between():
     found = [name for name in names if name in kinds]
     layer = ["to_experts", "linear", "at_experts", "to_tokens", "linear", "at_tokens"]
     assert found == [*(["linear", *layer] * 2), "linear"]
+
+
+def test_a_table_without_experts_says_why():
+    module = autoshard(torch.nn.Linear(4, 4), "ep=2", torch.randn(4, 4))
+    assert "the model has none that is recognised" in module.table("experts")
+
+
+def test_a_report_says_what_was_dropped():
+    report = verify(Model(), "ep=2", tokens(), steps=1, expert_capacity=0.6)
+    assert not report.ok
+    assert "expert_capacity drops" in report.verdict and "of 96 choices" in report.verdict

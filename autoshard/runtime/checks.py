@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -318,6 +319,23 @@ def _same_numbers(program: Program, counts: list[list[float]]) -> None:
         )
 
 
+def _warn_of_equal_rows(mesh: Any, everyone: list[list[float]]) -> None:
+    """All data ranks were given the same rows: most likely a loader that is seeded alike."""
+    names = [a for a in DATA_AXES if a in mesh.names and mesh.size(a) > 1]
+    for axis in names:
+        others = [a for a in mesh.names if a != axis]
+        by_rest: dict[Any, set[Any]] = {}
+        for r, sums in enumerate(everyone):
+            position = mesh.coordinate(r)
+            by_rest.setdefault(tuple(position[a] for a in others), set()).add(tuple(sums))
+        if all(len(seen) == 1 for seen in by_rest.values()):
+            warnings.warn(
+                f"autoshard: all ranks along {axis} were given the same rows in the first batch; "
+                f"each is to have rows of its own of the global batch",
+                stacklevel=4,
+            )
+
+
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:
     """Ranks of one data coordinate must hold the same batch; where the graph draws random numbers,
     all ranks the same state of torch's generator. Compared once, before step 1. ``error``: what
@@ -338,6 +356,7 @@ def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None
     _raise_errors("the first batch", [text for text, _ in told], error)
     everyone = [sums for _, sums in told]
     _same_numbers(program, [sums[:-1:2] for sums in everyone])
+    _warn_of_equal_rows(mesh, [sums[:-1] for sums in everyone])
     others = [a for a in mesh.names if a not in DATA_AXES]
     first: dict[Any, int] = {}
     for r, sums_of_r in enumerate(everyone):
