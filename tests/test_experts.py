@@ -363,3 +363,23 @@ def test_a_loop_over_experts_on_data_ranks(form):
     report = verify(Model(form), "dp=2", tokens(), steps=2)
     assert report.ok, report
     assert layouts(report, "*.0.weight")["dp"] == "R"
+
+
+class Limited(Mixture):
+    """Of the rows of an expert, sorted before it, it computes so many of all."""
+
+    def added(self, tokens, weights, chosen):
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        ends = F.one_hot(experts, self.experts).sum(0).clamp(max=9).cumsum(0).to(torch.int32)
+        out = grouped_mm(tokens[order // self.k], self.up, ends) @ self.down[0]
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
+def test_a_limit_of_counts_is_of_all_rows(mesh):
+    """Counts of the rows of one rank cannot stand for it."""
+    model = Model("added")
+    model.mixture = Limited("added")
+    with pytest.raises(ShardingError, match="where the rows of each expert end"):
+        verify(model, mesh, tokens(), steps=1)

@@ -9,6 +9,9 @@ from torch import fx
 
 from autoshard import collectives
 from autoshard.axes import leaves
+from autoshard.errors import ShardingError, message
+from autoshard.layout import P
+from autoshard.program import module_path
 from autoshard.rules.core import (
     Dim,
     Dims,
@@ -130,8 +133,34 @@ def grouped_mm(t: Typer, node: fx.Node) -> Typing:
         whole.append(t.dims(offsets)[0])
         own = (offsets,)
     out = (x[0], weight[-1])
-    flops = _flops(*out, x[-1])
-    return Typing(out, summed=[x[-1]], whole=whole, flops=flops, per_row=True, as_is=own)
+    return Typing(
+        out,
+        summed=[x[-1]],
+        whole=whole,
+        flops=_flops(*out, x[-1]),
+        per_row=True,
+        as_is=own,
+        localize=_of_own_rows if own else None,
+    )
+
+
+def _of_own_rows(local: Any) -> fx.Node:
+    """Rows of this rank end where counts of its own rows say: summands of those of all ranks."""
+    (offsets,) = local.typing.as_is
+    layout, rows = local.read[offsets].layout, local.read[local.node.args[0]].dims[0]
+    others = [m for m in local.cutting([rows]) if layout.get(m) != P]
+    if others:
+        raise ShardingError(
+            message(
+                f"product by groups {module_path(local.node)}".strip(),
+                "where the rows of each expert end",
+                f"it is one and the same on all ranks of {','.join(others)}",
+                "these hold rows of their own, and what ends are made of (a limit of counts) does "
+                "not add up over the ranks",
+                "give an expert all rows that chose it, or pass expert_capacity to autoshard",
+            )
+        )
+    return local.default()
 
 
 def convolution(t: Typer, node: fx.Node) -> Typing:
