@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import expert_jobs as jobs
 import mixtures
@@ -21,6 +22,7 @@ from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.runtime.dispatch import to_experts
+from autoshard.runtime.experts import expert_rows, grouped_product
 from passes import chain
 from passes.fuse_experts import FuseExperts
 
@@ -68,6 +70,17 @@ def test_experts_on_processes(ranks, count, name):
     """All hard cases: ranks that send or receive nothing, experts that get no token."""
     for rank, found in enumerate(each(ranks, f"{count} {name}")):
         assert_part(found, CASES[name], count, rank % count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_many_rows_in_half_precision(dtype):
+    """2000 ones, of which half precision can hold the sum but not add it up one by one."""
+    table = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([2000, 2001], dtype=torch.int32)
+    rows = expert_rows(table, ends, SimpleNamespace(rows=2001))
+    rows.backward(torch.ones_like(rows))
+    assert table.grad.dtype is dtype
+    assert table.grad.tolist() == [[2000.0] * 3, [1.0] * 3]
 
 
 # --- models on meshes, in one process ---

@@ -28,8 +28,10 @@ class _ExpertRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (counts,) = ctx.saved_tensors
-        summed = torch.segment_reduce(grad.contiguous(), "sum", lengths=counts, axis=0, unsafe=True)
-        return summed, None, None
+        # in float32 at least: a sum of many rows in half precision stops growing
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        summed = torch.segment_reduce(wide, "sum", lengths=counts, axis=0, unsafe=True)
+        return summed.to(grad.dtype), None, None
 
 
 #: Widths that torch's kernel of products by groups takes are multiples of so many numbers.
