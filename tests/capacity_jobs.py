@@ -136,6 +136,35 @@ def sent(mesh: Any) -> tuple[list[int], list[int]]:
     return found, [load.sent[mesh.get_rank()] for load in sharded.expert_load()]
 
 
+def departures(mesh: Any, recompute: str) -> tuple[dict[str, Any], list[int]]:
+    """Loss and gradients of a step of a model with shared experts; and how many transfers of rows
+    set out, how many were waited for, and how many of them twice."""
+    options = {"zero": 0, "recompute": recompute}
+    sharded = gloo.shard(mesh, Model(shared=True).double(), tokens(), **options)
+    under_way: list[torch.Tensor] = []
+    counts = [0, 0, 0]
+    exchange, waited = dispatch._exchange, dispatch._waited
+
+    def sets_out(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sent = exchange(x, *rest)
+        under_way.append(sent)
+        counts[0] += 1
+        return sent
+
+    def arrives(x: torch.Tensor) -> torch.Tensor:
+        known = any(x is each for each in under_way)
+        counts[1 if known else 2] += 1
+        under_way[:] = [each for each in under_way if each is not x]
+        return waited(x)
+
+    dispatch._exchange, dispatch._waited = sets_out, arrives
+    try:
+        loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    finally:
+        dispatch._exchange, dispatch._waited = exchange, waited
+    return {"loss": loss, **gloo.detached(sharded.full_gradients())}, counts
+
+
 def uneven(mesh: Any) -> str:
     """What ranks with different numbers of rows are told."""
     sharded = gloo.shard(mesh, Model().double(), tokens(), expert_capacity=1.0)

@@ -17,6 +17,7 @@ from autoshard.runtime.dispatch import Capacity
 SIZES = {"ep": 2}
 FACTORS = (0.6, 1.0, 4.0)
 JOBS = {f"step {factor}": (jobs.step, factor) for factor in (None, *FACTORS)}
+JOBS |= {f"departures {again}": (jobs.departures, again) for again in ("none", "block")}
 JOBS |= {"uneven": (jobs.uneven,), "order": (jobs.order,), "sent": (jobs.sent,)}
 
 
@@ -63,6 +64,16 @@ def test_recomputed_and_shared_out(zero):
     options = {"zero": zero, "recompute": "block", "accumulate": 2, "expert_capacity": 2.0}
     report = verify(Model(shared=True), "dp=2,ep=2", tokens(), **options)
     assert report.ok, report
+
+
+def test_all_that_sets_out_is_waited_for(ranks):
+    """Also where a shared expert, the last thing that backward needs, stands in between."""
+    pairs = [results(ranks, f"departures {again}") for again in ("none", "block")]
+    for (plain, once), (again, twice) in zip(*pairs, strict=True):
+        assert differences(again, plain) == {}
+        assert once[0] == once[1] == 2 * 5  # of two layers: counts, and both ways twice
+        assert twice[0] == twice[1] == 2 * 8
+        assert once[2] == twice[2] == 0
 
 
 def test_slots_of_an_expert():

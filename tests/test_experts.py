@@ -22,7 +22,7 @@ from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.runtime.dispatch import to_experts
-from autoshard.runtime.experts import expert_rows, grouped_product
+from autoshard.runtime.experts import expert_rows
 from passes import chain
 from passes.fuse_experts import FuseExperts
 

@@ -14,7 +14,8 @@ for it; of more, those of the smallest weights are dropped, which means that the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autoshard.layout import piece_bounds
 
@@ -70,6 +72,10 @@ torch.fx.graph._register_custom_builtin(
 )
 
 
+#: The flights of the recomputed block that runs, if one does.
+_flights: ContextVar[list[Flight] | None] = ContextVar("_flights", default=None)
+
+
 @dataclass(eq=False)
 class Flight:
     """Rows that travel one way: to experts, or home to their tokens; their gradients, the other.
@@ -80,13 +86,18 @@ class Flight:
     offsets: torch.Tensor | None = None
     parcels: list[_Parcel] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        flights = _flights.get()
+        if flights is not None:
+            flights.append(self)
+
 
 @dataclass(frozen=True, eq=False)
 class _Parcel:
     """Columns that travel in one transfer: which tensors they are of, and the shapes of a row."""
 
     positions: list[int]
-    packed: torch.Tensor
+    columns: torch.Tensor
     shapes: list[torch.Size]
 
 
@@ -240,6 +251,27 @@ def _waited(x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, FakeTensor) else c10d.wait_tensor(x)
 
 
+def meeting_all(body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body``, for `checkpoint`: what it runs again it stops at the last tensor that backward
+    needs, which may stand between a departure and its arrival. Such rows are waited for too."""
+
+    def run(*inputs: Any) -> Any:
+        flights: list[Flight] = []
+        token = _flights.set(flights)
+        try:
+            return body(*inputs)
+        except _StopRecomputationError:
+            for flight in flights:
+                for parcel in flight.parcels if flight.plan.link else ():
+                    _waited(parcel.columns)
+                flight.parcels = []
+            raise
+        finally:
+            _flights.reset(token)
+
+    return run
+
+
 def together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Positions of tensors that travel in one transfer: those of one dtype."""
     found: dict[torch.dtype, list[int]] = {}
@@ -255,10 +287,10 @@ def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unpacked(
-    packed: torch.Tensor, shapes: list[torch.Size], order: torch.Tensor | None
+    table: torch.Tensor, shapes: list[torch.Size], order: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """What `packed` put together, each laid out by itself, its rows taken in ``order``."""
-    columns = packed.split([math.prod(shape) for shape in shapes], 1)
+    columns = table.split([math.prod(shape) for shape in shapes], 1)
     if order is None:
         taken = [x.contiguous() for x in columns]
     else:
@@ -286,7 +318,7 @@ def _land(plan: Plan, outward: bool, parcels: list[_Parcel]) -> list[torch.Tenso
     """Wait for what `_depart` sent off: rows at experts, or sums and scalars of tokens."""
     order, found = plan.sorting if outward else plan.back, dict[int, torch.Tensor]()
     for parcel in parcels:
-        came = _waited(parcel.packed) if plan.link else parcel.packed
+        came = _waited(parcel.columns) if plan.link else parcel.columns
         taken = unpacked(came, parcel.shapes, order)
         found.update(zip(parcel.positions, taken, strict=True))
     rows = [found[i] for i in range(len(found))]
