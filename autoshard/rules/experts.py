@@ -125,6 +125,7 @@ def _dispatch(local: Any) -> Any:
         )
     x, index, scalars, count, *rest = local.mapped(local.node.args)
     factor, weights = rest or (None, None)
+    skips = local.node.kwargs.get("skips", False)
     cutting = local.cutting([tokens])
     k, where = index_of(local.node).shape[1], module_path(local.node) or "the model"
     mixtures = p.program.mixtures
@@ -134,7 +135,10 @@ def _dispatch(local: Any) -> Any:
     if factor is not None:
         inner = [m for m in cutting if m not in p.batch_axes]
         whole = p.size(tokens, {m: s for m, s in local.modes.items() if m not in inner})
-        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, weights)
+        held = p.size(tokens, dict(local.modes), largest=True)
+        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, held, weights)
+    if skips:
+        limit = (*(limit or (None, 0, 0, None)), True)
     sent = local.emit(to_experts, x, over, index, scalars, count, name, *limit)
     slots, width = typing.out[-1], typing.out[0][1:]
     sizes = [(*slots, *width), *(slots for _ in scalars)]
@@ -154,7 +158,7 @@ def _times(dispatch: fx.Node) -> Any:
     """How many rows travel for each slot: with a capacity, as many as experts take."""
     experts, *limit = dispatch.args[3:5]
     if not limit:
-        return 1
+        return 1  # at most: those of no expert stay
     k = index_of(dispatch).shape[1]
     return min(sympy.nsimplify(limit[0], rational=True), sympy.Rational(experts, k))
 
