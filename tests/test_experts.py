@@ -22,7 +22,7 @@ from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.runtime.dispatch import to_experts
-from autoshard.runtime.experts import expert_rows
+from autoshard.runtime.experts import expert_rows, grouped_product
 from passes import chain
 from passes.fuse_experts import FuseExperts
 
@@ -81,6 +81,35 @@ def test_sums_of_many_rows_in_half_precision(dtype):
     rows.backward(torch.ones_like(rows))
     assert table.grad.dtype is dtype
     assert table.grad.tolist() == [[2000.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_under_autocast(dtype):
+    """As a linear for each group; double precision stays as it is, as it does there."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 8, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(2, 8, 3, generator=g).requires_grad_()
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = grouped_product(x, weight, ends)
+        parts = [F.linear(rows, w.T) for rows, w in zip(x.split([2, 3]), weight, strict=True)]
+        wide = grouped_product(x.double(), weight.double(), ends)
+    wanted = torch.cat(parts)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted)
+    assert wide.dtype is torch.float64
+    by = torch.randn(5, 3, generator=g).bfloat16()
+    got, own = (torch.autograd.grad(out, (x, weight), by) for out in (found, wanted))
+    for a, b in zip(got, own, strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+def test_a_second_derivative_is_refused():
+    """Of what has none it is said so, and no wrong number given."""
+    own = jobs.part(jobs.inputs(CASES["plain"], 1), CASES["plain"], 1, 0)
+    out = jobs.computed(own, (), CASES["plain"])
+    (grad,) = torch.autograd.grad(out.square().sum(), own["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice.*once_differentiable"):
+        grad.sum().backward()
 
 
 # --- models on meshes, in one process ---
