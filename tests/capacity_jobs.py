@@ -132,6 +132,22 @@ def step(mesh: Any, factor: float | None, rooted: bool = False) -> dict[str, Any
     return {"loss": loss, "gradients": gradients, "load": sharded.expert_load()}
 
 
+def modes(mesh: Any) -> list[Any]:
+    """What loads are told: before any step, after one, in evaluation, after a forward there, and
+    in training again."""
+    sharded = gloo.shard(mesh, Model().double(), tokens(), zero=0)
+    found = [sharded.expert_load()]
+    sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    found.append(sharded.expert_load())
+    sharded.eval()
+    found.append(sharded.expert_load())
+    with torch.no_grad():
+        sharded(**gloo.local_rows(mesh, tokens(rows=2)))
+    found.append(sharded.expert_load())
+    sharded.train()
+    return [*found, sharded.expert_load()]
+
+
 class Balanced(nn.Module):
     """Experts that are given as many tokens each: token t goes to t and t + 1."""
 

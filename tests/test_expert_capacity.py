@@ -19,7 +19,12 @@ FACTORS = (0.6, 1.0, 4.0)
 JOBS = {f"step {factor}": (jobs.step, factor) for factor in (None, *FACTORS)}
 JOBS |= {f"rooted {factor}": (jobs.step, factor, True) for factor in FACTORS}
 JOBS |= {f"departures {again}": (jobs.departures, again) for again in ("none", "block")}
-JOBS |= {"uneven": (jobs.uneven,), "order": (jobs.order,), "sent": (jobs.sent,)}
+JOBS |= {
+    "uneven": (jobs.uneven,),
+    "order": (jobs.order,),
+    "sent": (jobs.sent,),
+    "modes": (jobs.modes,),
+}
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +204,28 @@ def test_simulated_loads_are_those_of_processes(ranks, factor):
     if factor in (0.6, 1.0):
         assert after.dropped > 0
         assert sum(after.rows) == 4 * 2 * Capacity(factor, 1).slots(12, 12, 2, 4)
+
+
+def test_loads_of_a_mode(ranks):
+    """Training and evaluation are told apart, and nothing is told of what has not run."""
+    for before, trained, unused, evaluated, again in results(ranks, "modes"):
+        assert before == unused == []
+        assert [sum(load.tokens) for load in trained] == [48, 48]
+        assert [sum(load.tokens) for load in evaluated] == [24, 24]
+        assert again == trained
+
+
+def test_rows_that_ranks_of_tp_share():
+    """Each computes, with its part of the width, the rows that came to any of them."""
+    report = verify(Model(), "ep=2,tp=2", tokens(), steps=1)
+    for load in report.sharded.expert_load():
+        halves = sum(load.tokens[:2]), sum(load.tokens[2:])
+        assert load.rows == (halves[0], halves[0], halves[1], halves[1])
+        assert load.rank_imbalance == max(halves) * 2 / 48
+    capped = verify(Model(), "ep=2,tp=2", tokens(), steps=1, expert_capacity=1.0)
+    each = Capacity(1.0, 2).slots(12, 6, 2, 4)
+    for load in capped.sharded.expert_load():
+        assert load.rows == (2 * 2 * 2 * each,) * 4
 
 
 @pytest.mark.parametrize("mesh", ["ep=4", "dp=2,ep=2", "ep=2,tp=2", "cp=2,ep=2", "tp=2,cp=2"])

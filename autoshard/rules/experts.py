@@ -130,7 +130,8 @@ def _dispatch(local: Any) -> Any:
     k, where = index_of(local.node).shape[1], module_path(local.node) or "the model"
     mixtures = p.program.mixtures
     name = f"mixture_{len(mixtures)}"
-    mixtures[name] = Mixture(where, count, k, over, cutting, factor)
+    shared = _sharing(local.moved)
+    mixtures[name] = Mixture(where, count, k, over, cutting, shared, factor)
     limit: tuple[Any, ...] = ()
     if factor is not None:
         inner = [m for m in cutting if m not in p.batch_axes]
@@ -146,7 +147,6 @@ def _dispatch(local: Any) -> Any:
     if over:
         local.note_rows("to_experts", sent, local.read[local.node.args[0]], over, sizes, times)
     arrived = local.emit(at_experts, sent)
-    shared = _sharing(local.moved)
     if not shared:
         return arrived
     made = local.emit(share_rows, arrived, shared)
