@@ -64,7 +64,10 @@ def autoshard(
     cp is given the whole sequences.
     expert_capacity: an expert takes of each rank's tokens at most this many times what it would get
     if all experts got as many; what is over, of the smallest routing weights, is dropped (adds
-    nothing), and every all-to-all is of one size. None: no token is dropped.
+    nothing), and every all-to-all is of one size. All ranks must then have as many rows as the
+    others in every step; in training and in evaluation the first batch alone is compared
+    (MeshError), since a comparison is a wait: a later difference fails, or hangs, in the backend.
+    None: no token is dropped.
     zero: 0 to 3; over the data axes and cp, 1 shares out optimizer states, 2 gradients too, 3
     parameters too, gathered a block at a time. ``parameters()`` are then pieces of dim 0.
     zero_axes: those of these axes to do so over (all, when None). reshard_after_forward: stage 3

@@ -406,6 +406,11 @@ def local_size(size: int, link: Any) -> int:
     return int(link.length(size))
 
 
+def largest_size(size: int, link: Any) -> int:
+    """How much of ``size`` any rank holds at most."""
+    return int(link.padded(size))
+
+
 def local_places(index: torch.Tensor, link: Any, size: int) -> torch.Tensor:
     """Where each position of ``size`` is in this rank's piece; -1 where it is not."""
     places, at = torch.full_like(index, -1), 0
@@ -438,7 +443,7 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return _ScaleGradient.apply(x, factor)
 
 
-LOCAL = (local_size, local_start)
+LOCAL = (local_size, largest_size, local_start)
 
 
 torch.fx.graph._register_custom_builtin("Link", "from autoshard.collectives import Link", Link)

@@ -26,7 +26,7 @@ from autoshard.runtime import boxes, checks, gather, optimizers, rng, sections, 
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
-from autoshard.runtime.loads import ExpertLoad, Load, loads_of
+from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 
 LINKED = {
@@ -64,7 +64,7 @@ NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
-    " _places _loads _load _frozen _modes _running _reducer _store _unfilled".split()
+    " _places _load _frozen _modes _running _reducer _store _unfilled".split()
 )
 
 
@@ -192,7 +192,8 @@ def make_groups(
 class Mode:
     """What a module runs in training, or in evaluation: one program, bound to its rank.
 
-    ``places``: by placeholder, the submodule and name under which the local tensor is held.
+    ``places``: by placeholder, the submodule and name under which the local tensor is held;
+    ``loads``: what takes note of a mixture of experts, by name.
     """
 
     program: Program
@@ -201,6 +202,7 @@ class Mode:
     graph_module: fx.GraphModule
     loss_module: fx.GraphModule | None
     units: dict[str, zero.Weights]
+    loads: dict[str, Load]
 
 
 class ShardedModule(nn.Module):
@@ -225,7 +227,6 @@ class ShardedModule(nn.Module):
         self._groups: dict[tuple[str, ...], Any] = {}
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
-        self._loads: dict[str, Load] = {}
         self._load: list[ExpertLoad] = []
         self._store = zero.Store(program, rank, self._device)
         #: what nothing has filled, by the model's own name: its placeholder, and that's version
@@ -292,9 +293,8 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
-        for name, mixture in program.mixtures.items():
-            self._loads.setdefault(name, Load(mixture))
-        named = {**program.attentions, **{n: self._loads[n] for n in program.mixtures}}
+        loads = {name: Load(mixture) for name, mixture in program.mixtures.items()}
+        named = {**program.attentions, **loads}
         place = (program.mesh, self.rank_index, names, self._device, weights, named)
         has_loss = program.loss is not None
         return Mode(
@@ -304,6 +304,7 @@ class ShardedModule(nn.Module):
             bind(program.graph, *place),
             bind(loss_graph(program), *place) if has_loss else None,
             weights,
+            loads,
         )
 
     def _enter(self, training: bool) -> None:
@@ -720,22 +721,24 @@ class ShardedModule(nn.Module):
         return whole
 
     def expert_load(self) -> list[ExpertLoad]:
-        """How the last step's tokens were spread over experts and ranks, by mixture in the order of
-        the graph; of the micro-batches of an accumulation, the last one. All ranks must call it (it
-        sums over them, and waits); ``table("experts")`` shows it afterwards."""
-        if self.live and self.running.mixtures:
+        """How tokens were spread over experts and ranks in the last ``train_step`` or forward in
+        the mode that the module is in, by mixture in the order of the graph; of the micro-batches
+        of an accumulation, the last one. Empty before any, and for a model without experts.
+
+        All ranks must call it, in the same mode: it sums over them, and waits. ``table("experts")``
+        shows what it gave last. A module made for a MeshSpec runs nothing by itself: it gives an
+        empty list, or that of the last step where it is the ``sharded`` of a `verify.Report`.
+        """
+        if self.live:
             import torch.distributed as dist
 
-            share = self.load_share()
-            dist.all_reduce(share)
-            self._load = loads_of(self.running.mixtures, share, self.program.mesh)
+            loads, mesh = self._running.loads, self.program.mesh
+            self._load = []
+            if any(load.counts is not None for load in loads.values()):
+                share = share_of(loads.values(), mesh, self.rank_index, self._device)
+                dist.all_reduce(share)
+                self._load = loads_of(self.running.mixtures, share, mesh)
         return self._load
-
-    def load_share(self) -> torch.Tensor:
-        """This rank's part of `expert_load`: numbers to be summed over all ranks."""
-        mesh, device = self.program.mesh, self._device
-        loads = [self._loads[name] for name in self.running.mixtures]
-        return torch.cat([load.share(mesh, self.rank_index, device) for load in loads])
 
     def table(self, which: str, format: str = "simple") -> str:
         """A table of what was done: axes, params, graph, collectives, passes or memory."""

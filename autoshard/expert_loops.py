@@ -74,7 +74,6 @@ class Loop(Routing):
 
     sums: tuple[fx.Node, ...] = ()
     compared: set[fx.Node] = field(default_factory=set)  # what is computed for an expert
-    skips: bool = False  # there are choices that no expert belongs to
     ends: tuple[fx.Node, ...] = ()
     stacked: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
     _rowed: dict[fx.Node, bool] = field(default_factory=dict)
@@ -247,7 +246,6 @@ class Loop(Routing):
         scalars = list(dict.fromkeys(each for kind, each in pairs.values() if kind == "scalar"))
         late = max(self.sums, key=order.__getitem__)
         with self.before(late):
-            served = self._served(scalars) if self.skips else None
             made = self.dispatch(next(iter(sources)), scalars)
             new: dict[fx.Node, fx.Node] = {}
             for node in sorted(pairs, key=order.__getitem__):
@@ -261,22 +259,9 @@ class Loop(Routing):
                 elif self._depends(node):
                     new[node] = self._of_all(node, new, pairs, made)
             rows, tokens = new[end], late.meta["val"]
-            if served is not None:
-                rows = self.call(
-                    aten.mul.Tensor, rows, self.call(aten.unsqueeze.default, made[served], -1)
-                )
             value = rows.meta["val"].new_empty(tokens.shape)
             out = self.call(experts.combine, rows, made["plan"], value=value)
         late.replace_all_uses_with(out)
-
-    def _served(self, scalars: list[fx.Node]) -> fx.Node:
-        """One where a token has chosen an expert, zero where it has chosen to skip: then it goes to
-        the last one for nothing."""
-        served = self.call(aten.lt.Scalar, self.ids, self.count)
-        served = self.call(aten.to.dtype, served, self.ends[0].meta["val"].dtype)
-        self.ids = self.call(aten.clamp.default, self.ids, None, self.count - 1)
-        scalars.append(served)
-        return served
 
     def _fits(self, node: fx.Node, nodes: tuple[fx.Node, ...]) -> None:
         """Raise Unfit where an op of an expert has no counterpart on rows of all of them."""

@@ -20,6 +20,7 @@ def dispatch(
     experts: int,
     capacity: float | None = None,
     weights: torch.Tensor | None = None,
+    skips: bool = False,
 ) -> tuple[Any, ...]:
     """Tokens ``x[t, d]``, each a row for every one of its experts ``index[t, k]``: ``(rows[n, d],
     *rows of the scalars [t, k] as [n], offsets[experts], plan)`` with n = t k, sorted by expert.
@@ -27,7 +28,8 @@ def dispatch(
 
     ``capacity``: an expert takes of a rank's tokens at most this many times what each would get if
     all got as many (`autoshard.runtime.dispatch.Capacity`); of those over it, the ones of the
-    smallest ``weights[t, k]`` add nothing."""
+    smallest ``weights[t, k]`` add nothing. ``skips``: there may be indices from ``experts`` on, of
+    slots that add nothing either."""
     raise NotImplementedError("dispatch is to be replaced before the graph runs")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.runtime import rng
+from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.recompute import recomputed
 
 #: The key of ``node.meta`` under which the name of a recomputed block stands.
@@ -111,7 +112,8 @@ def _outline(graph: fx.Graph, run: Run, root: nn.Module) -> None:
     with graph.inserting_before(run.nodes[0]):
         body = graph.get_attr(name)
         random = any(draws(node) for node in run.nodes)
-        call = graph.call_function(recomputed, (body, random, *reads))
+        sends = any(node.target in (to_experts, to_tokens) for node in run.nodes)
+        call = graph.call_function(recomputed, (body, random, sends, *reads))
         made = [call]
         if len(gives) > 1:
             made = [graph.call_function(operator.getitem, (call, i)) for i in range(len(gives))]

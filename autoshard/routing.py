@@ -134,7 +134,7 @@ class Routing:
 
     ids: ``[t, k]``, of every token its experts, or ``[t]`` of one; count: of experts; k: experts of
     a token; roles: of the nodes computed from them, by what they are; known: their values in a
-    trial; capacity: of `autoshard.experts.dispatch`.
+    trial; capacity, skips: of `autoshard.experts.dispatch`.
     """
 
     program: Program
@@ -143,6 +143,7 @@ class Routing:
     count: int = 0
     k: int = 0
     capacity: float | None = None
+    skips: bool = False
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -263,8 +264,10 @@ class Routing:
         rows = x.new_empty([ids.meta["val"].shape[0] * self.k, x.shape[1]])
         values = [rows, *(s.meta["val"].new_empty([rows.shape[0]]) for s in given)]
         ends = x.new_empty([self.count], dtype=torch.int32)
+        named = {"skips": True} if self.skips else {}
+        value = (*values, ends, None)
         whole = self.call(
-            experts.dispatch, source, ids, given, self.count, *limit, value=(*values, ends, None)
+            experts.dispatch, source, ids, given, self.count, *limit, value=value, **named
         )
         parts = [
             self.call(operator.getitem, whole, i, value=v) for i, v in enumerate((*values, ends))

@@ -320,10 +320,10 @@ def _attention(node: fx.Node, mesh: SubMesh, calls: list[Any], units: Any) -> li
 
 @dataclass(eq=False)
 class _Way:
-    """Which slots ``(rank, slot)`` the rows of a rank are, in order, and of how many tokens with k
-    experts each its own are."""
+    """Which slots ``(rank, slot)`` the rows of a rank are, in order (None: of none, nothing reads
+    what becomes of them), and of how many tokens with k experts each its own are."""
 
-    slots: list[tuple[int, int]]
+    slots: list[tuple[int, int | None]]
     tokens: int
     k: int
 
@@ -349,46 +349,66 @@ def _experts(node: fx.Node, calls: list[Any], units: Any) -> list[Any]:
 
 def _kept(
     x: Any, over: Any, index: torch.Tensor, scalars: Any, experts: int, name: str,
-    capacity: Any = None, tokens: int = 0, weights: torch.Tensor | None = None,
+    capacity: Any = None, tokens: int = 0, held: int = 0, weights: torch.Tensor | None = None,
+    skips: bool = False,
 ) -> list[list[int]]:  # fmt: skip
     """The slots of one rank that go to each expert, in order."""
     flat = index.reshape(-1).tolist()
     found = [[s for s, e in enumerate(flat) if e == expert] for expert in range(experts)]
     if capacity is None:
         return found
-    most = capacity.slots(tokens, index.shape[1], experts)
+    most = capacity.slots(tokens, held, index.shape[1], experts)
     if weights is not None:
         heavy = weights.detach().reshape(-1).tolist()
         found = [sorted(slots, key=lambda s: (-heavy[s], s)) for slots in found]
     return [slots[:most] for slots in found]
 
 
+def _idle(args: Any, kept: list[list[int]]) -> list[list[int]]:
+    """The slots of one rank whose rows each expert is given for nothing: with a capacity as many as
+    are missing, of its first slot; where nothing travels, the last one those of no expert."""
+    over, index, experts, limit = args[1], args[2], args[4], args[6:9]
+    if limit and limit[0] is not None:
+        most = limit[0].slots(*limit[1:], index.shape[1], experts)
+        return [[next(iter(slots), 0)] * (most - len(slots)) for slots in kept]
+    found: list[list[int]] = [[] for _ in range(experts)]
+    if not over:
+        found[-1] = [s for s, e in enumerate(index.reshape(-1).tolist()) if e >= experts]
+    return found
+
+
 def _take_note(
     load: Any, rank: int, args: Any, group: list[int], way: _Way, kept: list[list[int]]
 ) -> None:
-    index, experts, limit = args[2].reshape(-1), args[4], args[6:8]
+    index, experts = args[2].reshape(-1), args[4]
     low, high = piece_bounds(experts, len(group), group.index(rank))
-    counts, rows = torch.bincount(index.long(), minlength=experts), way.rows
-    away = sum(len(slots) for e, slots in enumerate(kept) if not low <= e < high)
-    if limit:  # every expert is sent as many rows
-        most = limit[0].slots(limit[1], way.k, experts)
-        rows, away = len(group) * (high - low) * most, (experts - high + low) * most
+    counts = torch.bincount(index.long(), minlength=experts)[:experts]
+    leaving = [len(a) + len(b) for a, b in zip(kept, _idle(args, kept), strict=True)]
+    away = sum(leaving[:low]) + sum(leaving[high:])
     each = args[0].element_size() * args[0].shape[1] + sum(s.element_size() for s in args[3])
     flown = {s for slots in kept for s in slots}
-    dropped = torch.tensor([s not in flown for s in range(len(index))])
-    load.take(counts, rows, away * each, dropped)
+    over = [e < experts and s not in flown for s, e in enumerate(index.tolist())]
+    load.take(counts, way.rows, away * each, torch.tensor(over, dtype=torch.bool))
 
 
 def _arrived(rank: int, group: list[int], sent: list[Any], kept: list[Any]) -> tuple[Any, ...]:
     x, _, index, own, experts, *_ = sent[rank]
-    slots, counts = [], []
+    slots: list[tuple[int, int | None]] = []
+    sources: list[tuple[int, int, bool]] = []
+    counts, idle = [], {p: _idle(sent[p], kept[p]) for p in group}
     for expert in range(*piece_bounds(experts, len(group), group.index(rank))):
-        found = [(p, s) for p in group for s in kept[p][expert]]
-        slots += found
-        counts.append(len(found))
+        before = len(slots)
+        for p in group:
+            slots += [(p, s) for s in kept[p][expert]] + [(p, None)] * len(idle[p][expert])
+            sources += [(p, s, True) for s in kept[p][expert]]
+            sources += [(p, s, False) for s in idle[p][expert]]
+        counts.append(len(slots) - before)
     k = index.shape[1]
-    rows = [sent[p][0][s // k] for p, s in slots]
-    scalars = [[sent[p][3][i].reshape(-1)[s] for p, s in slots] for i in range(len(own))]
+    rows = [_row(sent[p][0], s // k, read) for p, s, read in sources]
+    scalars = [
+        [_row(sent[p][3][i].reshape(-1), s, read) for p, s, read in sources]
+        for i in range(len(own))
+    ]
     likes = [x, *(each.reshape(-1) for each in own)]
     made = [
         torch.stack(each) if each else like[:0] * 1
@@ -396,6 +416,13 @@ def _arrived(rank: int, group: list[int], sent: list[Any], kept: list[Any]) -> t
     ]
     offsets = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
     return (*made, offsets, _Way(slots, len(index), k))
+
+
+def _row(x: torch.Tensor, at: int, read: bool) -> torch.Tensor:
+    """A row that travels; one that is not ``read`` gives no gradient back."""
+    if read:
+        return x[at]
+    return x[at].detach() if len(x) else x.new_zeros(x.shape[1:])
 
 
 @dataclass(eq=False)
@@ -453,7 +480,7 @@ def _returned(rank: int, group: list[int], sent: list[Any]) -> torch.Tensor:
     sums: list[Any] = [[] for _ in range(way.tokens)]
     for p in group:
         for i, (source, slot) in enumerate(sent[p][2].slots):
-            if source == rank:
+            if source == rank and slot is not None:
                 sums[slot // way.k].append(sent[p][0][i])
     zero = rows.new_zeros(rows.shape[1:])
     made = [torch.stack(each).sum(0) if each else zero for each in sums]

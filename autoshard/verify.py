@@ -27,7 +27,7 @@ from autoshard.outputs import tensors_of
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
 from autoshard.runtime import boxes, gather, rng
-from autoshard.runtime.loads import loads_of
+from autoshard.runtime.loads import loads_of, share_of
 from autoshard.simulate import simulate, sum_over_ranks
 
 RELATIVE, FLOOR = 1e-9, 1e-12
@@ -303,8 +303,8 @@ def verify(
         own.zero_grad()
     _compare_parameters(report, program, ranks, reference)
     if program.mixtures:
-        shares = torch.stack([module.load_share() for module in ranks]).sum(0)
-        ranks[0]._load = loads_of(program.mixtures, shares, program.mesh)
+        shares = [share_of(m._running.loads.values(), program.mesh, m.rank_index) for m in ranks]
+        ranks[0]._load = loads_of(program.mixtures, torch.stack(shares).sum(0), program.mesh)
     return report
 
 
@@ -454,7 +454,7 @@ def _run_step(
 ) -> None:
     """Forward and backward of all ranks; losses and outputs are compared."""
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
-    units = [{**m.units, **m._loads} for m in ranks]
+    units = [{**m.units, **m._running.loads} for m in ranks]
     place = (program.mesh, arguments, units, program.attentions)
     results = simulate(program.graph, *place)
     names = program.output_names

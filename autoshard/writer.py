@@ -156,11 +156,12 @@ class Writer:
         """This rank's sizes of a tensor: of an axis that occurs twice in it the first is cut."""
         return [self.size(d, of) for d, of in zip(dims, first_cut(dims, layout), strict=True)]
 
-    def size(self, dim: Dim, layout: Layout) -> Any:
-        """This rank's size of a dimension: an int where all ranks agree, else a node."""
+    def size(self, dim: Dim, layout: Layout, largest: bool = False) -> Any:
+        """This rank's size of a dimension, or what no rank's is larger than: an int where all ranks
+        agree, else a node."""
         out: Any = 1
         for axis in leaves(dim):
-            out = self._times(out, self._axis_size(axis, layout))
+            out = self._times(out, self._axis_size(axis, layout, largest))
         return out
 
     def _times(self, a: Any, b: Any) -> Any:
@@ -172,11 +173,11 @@ class Writer:
             return a * b
         return self.graph.call_function(operator.mul, (a, b))
 
-    def _axis_size(self, axis: Axis, layout: Layout) -> Any:
+    def _axis_size(self, axis: Axis, layout: Layout, largest: bool) -> Any:
         if axis.parts is not None:
             out: Any = 0
             for part in axis.parts:
-                size = self.size(part, layout)
+                size = self.size(part, layout, largest)
                 both = isinstance(out, int) and isinstance(size, int)
                 out = out + size if both else self.graph.call_function(operator.add, (out, size))
             return out
@@ -191,22 +192,23 @@ class Writer:
                 )
             )
         held: Any = self.size_node(axis.size)
-        key: tuple[Any, ...] = (axis,)
+        key: tuple[Any, ...] = (axis, largest)
         for group in levels(layout, axis):
             if not isinstance(axis.size, int) and group[0] in self.batch_axes:
                 continue  # inputs are already this rank's rows
             key = (*key, group)
             if key not in self.sizes:
-                self.sizes[key] = self._piece(held, group)
+                self.sizes[key] = self._piece(held, group, largest)
             held = self.sizes[key]
         return held
 
-    def _piece(self, size: Any, group: tuple[str, ...]) -> Any:
-        """This rank's part of a size that mesh axes cut."""
+    def _piece(self, size: Any, group: tuple[str, ...], largest: bool) -> Any:
+        """This rank's part of a size that mesh axes cut, or the largest."""
         runs = self.mesh.size(group) * (2 if self.mesh.zigzag(group) else 1)
         if isinstance(size, int) and size % runs == 0:
             return size // self.mesh.size(group)
-        return self.graph.call_function(collectives.local_size, (size, group))
+        function = collectives.largest_size if largest else collectives.local_size
+        return self.graph.call_function(function, (size, group))
 
     def local_expression(self, dim: Dim, layout: Layout) -> Any:
         """The rank's size of a dimension as a closed form, for tables."""

@@ -6,9 +6,9 @@ model brings tokens to experts and back, and between them what the experts compu
 by expert. What the integers of the routing are (an order by expert, its inverse, where experts end)
 is seen by running the part of the graph that computes them. Recognised are products by groups of
 sorted rows, and products of every row with its own expert's weights. A loop over modules, each with
-parameters of its own, becomes products by groups, and those parameters become one stack
-(`autoshard.stacks`); so does what every expert computes of every token, where only those that a
-token has chosen count. What has another structure is left as it is, and said why in
+parameters of its own, becomes products by groups, and where ep cuts them those parameters become
+one stack (`autoshard.stacks`); so does what every expert computes of every token, where only those
+that a token has chosen count. What has another structure is left as it is, and said why in
 ``program.unfused``.
 
     before:  order = sort(e.view(-1)); y = grouped_mm(x[order // k], w, ends)
@@ -90,7 +90,8 @@ class FuseExperts(Pass):
                     "leave the option out",
                 )
             )
-        keep_stacked(program)
+        if mesh.size("ep") > 1:  # elsewhere all ranks have all experts, under their own names
+            keep_stacked(program)
         program.graph_module.recompile()
         return program
 

@@ -16,9 +16,16 @@ from autoshard.runtime import dispatch
 EXPERTS, K, WIDTH, INNER = 4, 2, 16, 24
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """It has no gradient at zero."""
+    return x.abs().sqrt()
+
+
 class Mixture(nn.Module):
     """``factor``: an expert takes at most so many times its even part of each of ``groups`` equal
     groups of tokens, those of the largest weights; ``shared``: an expert for every token."""
+
+    activation = staticmethod(F.gelu)
 
     def __init__(self, factor: float | None, groups: int, shared: bool):
         super().__init__()
@@ -36,7 +43,7 @@ class Mixture(nn.Module):
         if self.factor is not None:
             weights = weights * self.kept(weights, chosen)
         rows = tokens.repeat_interleave(K, 0).unsqueeze(1)
-        inner = F.gelu(torch.bmm(rows, self.up[chosen.reshape(-1)]))
+        inner = self.activation(torch.bmm(rows, self.up[chosen.reshape(-1)]))
         out = torch.bmm(inner, self.down[chosen.reshape(-1)]).squeeze(1) * weights.reshape(-1, 1)
         out = out.view(-1, K, WIDTH).sum(1)
         if self.shared is not None:
@@ -65,6 +72,11 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Mixture(factor, groups, shared) for _ in range(2))
         self.head = nn.Linear(WIDTH, 32)
 
+    def rooted(self) -> Model:
+        for layer in self.layers:
+            layer.activation = root
+        return self
+
     def forward(self, ids, labels):
         x = self.embed(ids)
         for layer in self.layers:
@@ -72,25 +84,68 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def tokens(rows: int = 4) -> dict[str, torch.Tensor]:
+class Skipping(nn.Module):
+    """Experts of which a token may choose none: most have chosen so, with large weights."""
+
+    def __init__(self, experts: int = 3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.router = nn.Linear(WIDTH, experts + 1)
+        with torch.no_grad():
+            self.router.weight[experts].fill_(1.0)
+            self.router.bias[experts] = 1.0
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(-1).topk(1, -1)
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == e)
+            out = out.index_add(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return {"loss": (x + out.view_as(x)).square().mean()}
+
+
+def tokens(rows: int = 4, length: int = 6) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    return {n: torch.randint(32, (rows, 6), generator=g) for n in ("ids", "labels")}
+    return {n: torch.randint(32, (rows, length), generator=g) for n in ("ids", "labels")}
 
 
-def one_device(factor: float | None, groups: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def one_device(
+    factor: float | None, groups: int, rooted: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the model that drops by itself."""
     model = Model(factor, groups).double()
+    model = model.rooted() if rooted else model
     loss = model(**tokens())
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
-def step(mesh: Any, factor: float | None) -> dict[str, Any]:
+def step(mesh: Any, factor: float | None, rooted: bool = False) -> dict[str, Any]:
     """Loss, whole gradients and loads of one step on ranks."""
-    sharded = gloo.shard(mesh, Model().double(), tokens(), expert_capacity=factor, zero=0)
+    model = Model().double()
+    model = model.rooted() if rooted else model
+    sharded = gloo.shard(mesh, model, tokens(), expert_capacity=factor, zero=0)
     loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
     gradients = gloo.detached(sharded.full_gradients())
     return {"loss": loss, "gradients": gradients, "load": sharded.expert_load()}
+
+
+def modes(mesh: Any) -> list[Any]:
+    """What loads are told: before any step, after one, in evaluation, after a forward there, and
+    in training again."""
+    sharded = gloo.shard(mesh, Model().double(), tokens(), zero=0)
+    found = [sharded.expert_load()]
+    sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    found.append(sharded.expert_load())
+    sharded.eval()
+    found.append(sharded.expert_load())
+    with torch.no_grad():
+        sharded(**gloo.local_rows(mesh, tokens(rows=2)))
+    found.append(sharded.expert_load())
+    sharded.train()
+    return [*found, sharded.expert_load()]
 
 
 class Balanced(nn.Module):
@@ -134,6 +189,35 @@ def sent(mesh: Any) -> tuple[list[int], list[int]]:
     finally:
         dispatch._exchange = exchange
     return found, [load.sent[mesh.get_rank()] for load in sharded.expert_load()]
+
+
+def departures(mesh: Any, recompute: str) -> tuple[dict[str, Any], list[int]]:
+    """Loss and gradients of a step of a model with shared experts; and how many transfers of rows
+    set out, how many were waited for, and how many of them twice."""
+    options = {"zero": 0, "recompute": recompute}
+    sharded = gloo.shard(mesh, Model(shared=True).double(), tokens(), **options)
+    under_way: list[torch.Tensor] = []
+    counts = [0, 0, 0]
+    exchange, waited = dispatch._exchange, dispatch._waited
+
+    def sets_out(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sent = exchange(x, *rest)
+        under_way.append(sent)
+        counts[0] += 1
+        return sent
+
+    def arrives(x: torch.Tensor) -> torch.Tensor:
+        known = any(x is each for each in under_way)
+        counts[1 if known else 2] += 1
+        under_way[:] = [each for each in under_way if each is not x]
+        return waited(x)
+
+    dispatch._exchange, dispatch._waited = sets_out, arrives
+    try:
+        loss = sharded.train_step(**gloo.local_rows(mesh, tokens()))
+    finally:
+        dispatch._exchange, dispatch._waited = exchange, waited
+    return {"loss": loss, **gloo.detached(sharded.full_gradients())}, counts
 
 
 def uneven(mesh: Any) -> str:

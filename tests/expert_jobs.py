@@ -19,13 +19,14 @@ WIDTH, INNER = 6, 5
 
 class Case(NamedTuple):
     """``tokens``: of each rank, the first so many of four; ``only``: experts that are chosen;
-    ``capacity``: the factor, if any."""
+    ``capacity``: the factor, if any; ``skips``: so many more that may be chosen, and are none."""
 
     experts: int
     k: int
     tokens: tuple[int, ...]
     only: tuple[int, ...] = ()
     capacity: float | None = None
+    skips: int = 0
 
 
 CASES = {
@@ -46,6 +47,15 @@ CASES = {
     "capacity of six on four": Case(6, 2, (5, 5, 5, 5), capacity=1.0),
     "capacity, all to one rank": Case(4, 2, (4, 4, 4, 4), only=(0, 1), capacity=1.0),
     "capacity of more than there are": Case(4, 2, (3, 3, 3, 3), capacity=9.0),
+    "capacity of ranks with fewer": Case(4, 2, (1, 5, 2, 5), capacity=0.9),
+    "capacity, a rank without tokens": Case(4, 2, (0, 5, 0, 5), capacity=1.0),
+    "capacity, no tokens": Case(4, 2, (0, 0, 0, 0), capacity=1.0),
+    "skips": Case(4, 2, (5, 3, 4, 6), skips=2),
+    "skips of one expert a token": Case(4, 1, (5, 3, 4, 6), skips=1),
+    "skips of five on four": Case(5, 1, (5, 3, 4, 6), skips=4),
+    "all skip": Case(4, 2, (5, 3, 4, 6), only=(4, 5), skips=2),
+    "skips and a capacity": Case(4, 2, (6, 6, 6, 6), capacity=0.5, skips=2),
+    "all skip, and a capacity": Case(4, 2, (3, 3, 3, 3), only=(4, 5), capacity=1.0, skips=2),
 }
 
 
@@ -57,7 +67,7 @@ def inputs(case: Case, ranks: int) -> dict[str, torch.Tensor]:
         return torch.randn(*shape, dtype=torch.float64, generator=g).requires_grad_()
 
     tokens, experts = sum(case.tokens[:ranks]), case.experts
-    chosen = torch.tensor(case.only or range(experts))
+    chosen = torch.tensor(case.only or range(experts + case.skips))
     order = torch.rand(tokens, len(chosen), generator=g).argsort(1)[:, : case.k]
     return {
         "x": numbers(tokens, WIDTH),
@@ -76,8 +86,9 @@ def dropped(given: dict[str, torch.Tensor], case: Case, ranks: int) -> set[tuple
     if case.capacity is None:
         return set()
     found, first, weights = set(), 0, given["weights"].detach()
+    largest = max(case.tokens[:ranks])
     for tokens in case.tokens[:ranks]:
-        most = math.ceil(round(case.capacity * tokens * case.k / case.experts, 9))
+        most = math.ceil(round(case.capacity * largest * case.k / case.experts, 9))
         for expert in range(case.experts):
             asked = [
                 (-float(weights[t, i]), t)
@@ -97,14 +108,14 @@ def on_one_device(
     rows = []
     tokens = zip(given["x"], given["weights"], given["index"], strict=True)
     for t, (x, weights, index) in enumerate(tokens):
-        out = torch.zeros(WIDTH, dtype=torch.float64)
+        out = x * 0
         for w, e in zip(weights, index.tolist(), strict=True):
-            if (t, e) in left_out:
+            if (t, e) in left_out or e >= len(given["up"]):
                 continue
             inner = torch.tanh(x @ given["up"][e] + given["bias"][e])
             out = out + w * (inner @ given["down"][e])
         rows.append(out)
-    out = torch.stack(rows)
+    out = torch.stack(rows) if rows else given["x"] * 1
     names = [n for n, v in given.items() if v.requires_grad]
     grads = torch.autograd.grad(
         out, [given[n] for n in names], given["grad"], materialize_grads=True
@@ -125,9 +136,11 @@ def part(given: dict[str, torch.Tensor], case: Case, ranks: int, rank: int) -> d
 
 def computed(own: dict[str, torch.Tensor], link: Any, case: Case) -> torch.Tensor:
     """What a rank computes with its part."""
-    limit: tuple[Any, ...] = ()
+    limit: tuple[Any, ...] = (None, 0, 0, None)
     if case.capacity is not None:
-        limit = (Capacity(case.capacity, 1), len(own["x"]), own["weights"])
+        tokens = max(case.tokens[: link.size if link else 1])
+        limit = (Capacity(case.capacity, 1), tokens, tokens, own["weights"])
+    limit = (*limit, case.skips > 0)
     scalars = [own["weights"]]
     sent = to_experts(own["x"], link, own["index"], scalars, case.experts, None, *limit)
     rows, weights, offsets, plan = at_experts(sent)

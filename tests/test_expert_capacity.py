@@ -10,14 +10,21 @@ import torch
 from capacity_jobs import Model, tokens
 from compare import difference, differences
 
-from autoshard import autoshard, verify
+from autoshard import autoshard, simulate, verify
 from autoshard.errors import ShardingError
 from autoshard.runtime.dispatch import Capacity
 
 SIZES = {"ep": 2}
 FACTORS = (0.6, 1.0, 4.0)
 JOBS = {f"step {factor}": (jobs.step, factor) for factor in (None, *FACTORS)}
-JOBS |= {"uneven": (jobs.uneven,), "order": (jobs.order,), "sent": (jobs.sent,)}
+JOBS |= {f"rooted {factor}": (jobs.step, factor, True) for factor in FACTORS}
+JOBS |= {f"departures {again}": (jobs.departures, again) for again in ("none", "block")}
+JOBS |= {
+    "uneven": (jobs.uneven,),
+    "order": (jobs.order,),
+    "sent": (jobs.sent,),
+    "modes": (jobs.modes,),
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +58,56 @@ def test_what_is_dropped_on_one_rank(factor):
     assert differences(sharded.full_gradients(), gradients) == {}
 
 
+@pytest.mark.parametrize("factor", FACTORS)
+def test_experts_without_a_gradient_at_zero(ranks, factor):
+    """What an expert is sent for nothing is no row of zeros."""
+    loss, gradients = jobs.one_device(factor, groups=2, rooted=True)
+    for found in results(ranks, f"rooted {factor}"):
+        assert difference(found["loss"], loss) == ""
+        assert differences(found["gradients"], gradients) == {}
+    report = verify(Model().rooted(), "ep=2", tokens(), steps=1, expert_capacity=4.0)
+    assert report.ok, report
+
+
+def test_the_oracle_sees_rows_of_zeros(monkeypatch):
+    """Zeros for what is sent for nothing, at an expert that has no gradient there."""
+    row = simulate._row
+    zeros = lambda x, at, read: row(x, at, read) * read  # noqa: E731
+    monkeypatch.setattr(simulate, "_row", zeros)
+    assert not verify(Model().rooted(), "ep=2", tokens(), steps=1, expert_capacity=4.0).ok
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "ep=2,cp=2", "dp=2,tp=2"])
+def test_a_length_that_ranks_do_not_divide(mesh):
+    """A rank may hold more tokens than their even part, and all may choose the same experts."""
+    model = Model()
+    for layer in model.layers:
+        torch.nn.init.zeros_(layer.router.weight)
+    report = verify(model, mesh, tokens(length=5), steps=1, expert_capacity=100.0)
+    assert report.ok, report
+    assert [load.dropped for load in report.sharded.expert_load()] == [0, 0]
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 0.25])
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2", "ep=2,tp=2"])
+def test_tokens_that_choose_no_expert(mesh, factor):
+    """They are not counted, and take no place of others."""
+    torch.manual_seed(1)
+    x, model = torch.randn(8, 6, jobs.WIDTH), jobs.Skipping()
+    chosen = model.router(x).argmax(-1).flatten()
+    counts = torch.bincount(chosen, minlength=4).tolist()
+    assert sum(counts[:3]) < counts[3]
+    report = verify(model, mesh, {"x": x}, steps=1, expert_capacity=factor)
+    (load,) = report.sharded.expert_load()
+    assert load.tokens == tuple(counts[:3])
+    if factor == 0.25:
+        assert 0 < load.dropped < sum(counts[:3])
+    else:
+        assert report.ok and load.dropped == 0, report
+    if factor is None and mesh == "ep=2":
+        assert sum(load.rows) == sum(counts[:3])
+
+
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2", "dp=2,ep=2", "cp=2,ep=2", "dp=2,tp=2"])
 def test_a_capacity_that_drops_nothing_changes_nothing(mesh):
     report = verify(Model(shared=True), mesh, tokens(), steps=1, expert_capacity=2.0)
@@ -65,15 +122,25 @@ def test_recomputed_and_shared_out(zero):
     assert report.ok, report
 
 
+def test_all_that_sets_out_is_waited_for(ranks):
+    """Also where a shared expert, the last thing that backward needs, stands in between."""
+    pairs = [results(ranks, f"departures {again}") for again in ("none", "block")]
+    for (plain, once), (again, twice) in zip(*pairs, strict=True):
+        assert differences(again, plain) == {}
+        assert once[0] == once[1] == 2 * 5  # of two layers: counts, and both ways twice
+        assert twice[0] == twice[1] == 2 * 8
+        assert once[2] == twice[2] == 0
+
+
 def test_slots_of_an_expert():
     """The factor times the even part, rounded up, as far as there are tokens."""
-    assert Capacity(1.0, 1).slots(tokens=8, k=2, experts=4) == 4
-    assert Capacity(1.25, 1).slots(tokens=8, k=2, experts=4) == 5
-    assert Capacity(1.1, 1).slots(tokens=100, k=1, experts=10) == 11
-    assert Capacity(0.01, 1).slots(tokens=8, k=2, experts=4) == 1
-    assert Capacity(9.0, 1).slots(tokens=8, k=2, experts=4) == 8
-    assert Capacity(1.0, 2).slots(tokens=9, k=1, experts=2) == 3
-    assert Capacity(1.0, 1).slots(tokens=0, k=2, experts=4) == 0
+    assert Capacity(1.0, 1).slots(tokens=8, held=8, k=2, experts=4) == 4
+    assert Capacity(1.25, 1).slots(tokens=8, held=8, k=2, experts=4) == 5
+    assert Capacity(1.1, 1).slots(tokens=100, held=100, k=1, experts=10) == 11
+    assert Capacity(0.01, 1).slots(tokens=8, held=8, k=2, experts=4) == 1
+    assert Capacity(9.0, 1).slots(tokens=8, held=8, k=2, experts=4) == 8
+    assert Capacity(1.0, 2).slots(tokens=9, held=5, k=1, experts=2) == 3
+    assert Capacity(1.0, 1).slots(tokens=0, held=0, k=2, experts=4) == 0
 
 
 def test_ranks_with_other_numbers_of_rows_are_told(ranks):
@@ -136,7 +203,29 @@ def test_simulated_loads_are_those_of_processes(ranks, factor):
     assert report.sharded.expert_load()[0] == after
     if factor in (0.6, 1.0):
         assert after.dropped > 0
-        assert sum(after.rows) == 4 * 2 * Capacity(factor, 1).slots(12, 2, 4)
+        assert sum(after.rows) == 4 * 2 * Capacity(factor, 1).slots(12, 12, 2, 4)
+
+
+def test_loads_of_a_mode(ranks):
+    """Training and evaluation are told apart, and nothing is told of what has not run."""
+    for before, trained, unused, evaluated, again in results(ranks, "modes"):
+        assert before == unused == []
+        assert [sum(load.tokens) for load in trained] == [48, 48]
+        assert [sum(load.tokens) for load in evaluated] == [24, 24]
+        assert again == trained
+
+
+def test_rows_that_ranks_of_tp_share():
+    """Each computes, with its part of the width, the rows that came to any of them."""
+    report = verify(Model(), "ep=2,tp=2", tokens(), steps=1)
+    for load in report.sharded.expert_load():
+        halves = sum(load.tokens[:2]), sum(load.tokens[2:])
+        assert load.rows == (halves[0], halves[0], halves[1], halves[1])
+        assert load.rank_imbalance == max(halves) * 2 / 48
+    capped = verify(Model(), "ep=2,tp=2", tokens(), steps=1, expert_capacity=1.0)
+    each = Capacity(1.0, 2).slots(12, 6, 2, 4)
+    for load in capped.sharded.expert_load():
+        assert load.rows == (2 * 2 * 2 * each,) * 4
 
 
 @pytest.mark.parametrize("mesh", ["ep=4", "dp=2,ep=2", "ep=2,tp=2", "cp=2,ep=2", "tp=2,cp=2"])
@@ -154,7 +243,13 @@ def test_table_of_experts():
     report = verify(Model(), "dp=2,ep=2", tokens(), steps=1, expert_capacity=1.0)
     table = report.sharded.table("experts")
     assert len(table.splitlines()) == 4
-    for header in ("tokens of experts", "most/mean", "rows of ranks", "bytes sent, most", "dropped"):
+    for header in (
+        "tokens of experts",
+        "most/mean",
+        "rows of ranks",
+        "bytes sent, most",
+        "dropped",
+    ):
         assert header in table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import expert_jobs as jobs
 import mixtures
@@ -21,6 +22,7 @@ from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.runtime.dispatch import to_experts
+from autoshard.runtime.experts import expert_rows, grouped_product
 from passes import chain
 from passes.fuse_experts import FuseExperts
 
@@ -68,6 +70,46 @@ def test_experts_on_processes(ranks, count, name):
     """All hard cases: ranks that send or receive nothing, experts that get no token."""
     for rank, found in enumerate(each(ranks, f"{count} {name}")):
         assert_part(found, CASES[name], count, rank % count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_many_rows_in_half_precision(dtype):
+    """2000 ones, of which half precision can hold the sum but not add it up one by one."""
+    table = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([2000, 2001], dtype=torch.int32)
+    rows = expert_rows(table, ends, SimpleNamespace(rows=2001))
+    rows.backward(torch.ones_like(rows))
+    assert table.grad.dtype is dtype
+    assert table.grad.tolist() == [[2000.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_under_autocast(dtype):
+    """As a linear for each group; double precision stays as it is, as it does there."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 8, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(2, 8, 3, generator=g).requires_grad_()
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = grouped_product(x, weight, ends)
+        parts = [F.linear(rows, w.T) for rows, w in zip(x.split([2, 3]), weight, strict=True)]
+        wide = grouped_product(x.double(), weight.double(), ends)
+    wanted = torch.cat(parts)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted)
+    assert wide.dtype is torch.float64
+    by = torch.randn(5, 3, generator=g).bfloat16()
+    got, own = (torch.autograd.grad(out, (x, weight), by) for out in (found, wanted))
+    for a, b in zip(got, own, strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+def test_a_second_derivative_is_refused():
+    """Of what has none it is said so, and no wrong number given."""
+    own = jobs.part(jobs.inputs(CASES["plain"], 1), CASES["plain"], 1, 0)
+    out = jobs.computed(own, (), CASES["plain"])
+    (grad,) = torch.autograd.grad(out.square().sum(), own["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice.*once_differentiable"):
+        grad.sum().backward()
 
 
 # --- models on meshes, in one process ---
@@ -362,7 +404,7 @@ def test_a_loop_over_experts_on_data_ranks(form):
     """Each rank has all experts, and takes those rows of its own that chose one."""
     report = verify(Model(form), "dp=2", tokens(), steps=2)
     assert report.ok, report
-    assert layouts(report, "*.0.weight")["dp"] == "R"
+    assert layouts(report, "0.0.weight")["dp"] == "R"
 
 
 class Limited(Mixture):

@@ -87,7 +87,7 @@ def test_two_ranks(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("mesh", ["ep=4", "dp=2,ep=2", "ep=2,tp=2", "cp=2,ep=2", "cp=2"])
+@pytest.mark.parametrize("mesh", ["ep=4", "dp=2,ep=2", "ep=2,tp=2", "cp=2,ep=2"])
 def test_meshes(form, mesh, zero):
     module = assert_agrees(looped(form), mesh, steps=2, zero=zero)
     assert set(stacks(module)) == STACKS
@@ -96,8 +96,23 @@ def test_meshes(form, mesh, zero):
             assert parameter.layout["ep"].role == "experts", name
         if "tp" in mesh:
             assert not isinstance(parameter.layout["tp"], str), name
-        shared = {"dp=2,ep=2": ("dp",), "cp=2,ep=2": ("cp",), "cp=2": ("cp",)}
+        shared = {"dp=2,ep=2": ("dp",), "cp=2,ep=2": ("cp",)}
         assert parameter.zero == shared.get(mesh, ()), name
+
+
+@pytest.mark.parametrize("mesh, zero", [("dp=2", 1), ("cp=2", 3), ("dp=2,tp=2", 1)])
+def test_ranks_that_have_all_experts(mesh, zero):
+    """Without ep each expert keeps its own parameters and names; tp cuts them as any other."""
+    model = looped()
+    module = assert_agrees(model, mesh, steps=2, zero=zero)
+    assert not stacks(module) and stacked_nodes(module) == 3
+    assert dict(module.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    layout = next(
+        p.layout
+        for p in module.program.parameters().values()
+        if p.name == "mixture.each.1.up.weight"
+    )
+    assert "tp" not in mesh or not isinstance(layout["tp"], str)
 
 
 @pytest.mark.slow

@@ -125,16 +125,21 @@ def _dispatch(local: Any) -> Any:
         )
     x, index, scalars, count, *rest = local.mapped(local.node.args)
     factor, weights = rest or (None, None)
+    skips = local.node.kwargs.get("skips", False)
     cutting = local.cutting([tokens])
     k, where = index_of(local.node).shape[1], module_path(local.node) or "the model"
     mixtures = p.program.mixtures
     name = f"mixture_{len(mixtures)}"
-    mixtures[name] = Mixture(where, count, k, over, cutting, factor)
+    shared = _sharing(local.moved)
+    mixtures[name] = Mixture(where, count, k, over, cutting, shared, factor)
     limit: tuple[Any, ...] = ()
     if factor is not None:
         inner = [m for m in cutting if m not in p.batch_axes]
         whole = p.size(tokens, {m: s for m, s in local.modes.items() if m not in inner})
-        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, weights)
+        held = p.size(tokens, dict(local.modes), largest=True)
+        limit = (Capacity(factor, p.mesh.size(tuple(inner))), whole, held, weights)
+    if skips:
+        limit = (*(limit or (None, 0, 0, None)), True)
     sent = local.emit(to_experts, x, over, index, scalars, count, name, *limit)
     slots, width = typing.out[-1], typing.out[0][1:]
     sizes = [(*slots, *width), *(slots for _ in scalars)]
@@ -142,7 +147,6 @@ def _dispatch(local: Any) -> Any:
     if over:
         local.note_rows("to_experts", sent, local.read[local.node.args[0]], over, sizes, times)
     arrived = local.emit(at_experts, sent)
-    shared = _sharing(local.moved)
     if not shared:
         return arrived
     made = local.emit(share_rows, arrived, shared)
@@ -154,7 +158,7 @@ def _times(dispatch: fx.Node) -> Any:
     """How many rows travel for each slot: with a capacity, as many as experts take."""
     experts, *limit = dispatch.args[3:5]
     if not limit:
-        return 1
+        return 1  # at most: those of no expert stay
     k = index_of(dispatch).shape[1]
     return min(sympy.nsimplify(limit[0], rational=True), sympy.Rational(experts, k))
 

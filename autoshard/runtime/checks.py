@@ -303,7 +303,8 @@ def _lengths(one: list[float], other: list[float]) -> str:
 
 def _same_numbers(program: Program, counts: list[list[float]]) -> None:
     """Raise MeshError, where experts have a capacity, and ranks inputs of different sizes: what
-    they send one another would be too."""
+    they send one another would be too. Of later batches nothing tells a rank that another one's has
+    changed, short of an exchange in every step."""
     limited = [m.where for m in program.mixtures.values() if m.capacity is not None and m.over]
     different = [r for r, count in enumerate(counts) if count != counts[0]]
     if limited and different:

@@ -7,14 +7,17 @@ added up; what stands between the two of a way runs while rows travel. The gradi
 travel as the rows of the other. Ranks hold experts as evenly as may be (`layout.piece_bounds`).
 
 Without a capacity every slot travels, and the host waits for how many rows do: the only numbers it
-ever waits for. With one, every rank sends every expert as many rows, zeros where it has fewer slots
-for it; of more, those of the smallest weights are dropped, which means that they add nothing.
+ever waits for. With one, every rank sends every expert as many rows; of more slots, those of the
+smallest weights are dropped, which means that they add nothing. Where there are fewer, the rows of
+some are sent again rather than zeros, at which an expert may have no gradient; nothing reads what
+becomes of them. A slot whose index is no expert's adds nothing either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autoshard.layout import piece_bounds
 
@@ -35,7 +39,8 @@ class Plan:
     ``taken[s]``: the slot of each row that leaves, by expert; ``back[t k]``: of every slot the row
     that comes back. ``sent``, ``got``: rows to and from each rank; ``rows``: at this rank's experts
     in all. ``sorting[rows]``: the order by expert of rows that come, ``unsorting`` its inverse.
-    With a capacity, ``empty[s]`` are rows of no slot, and ``dropped[t k]`` slots of no row.
+    ``empty[s]``: rows that nothing reads, which stand for no slot; ``dropped[t k]``: slots that add
+    nothing. ``alike``: all ranks send every expert as many rows (with a capacity).
     """
 
     k: int
@@ -49,6 +54,7 @@ class Plan:
     unsorting: torch.Tensor | None = None
     empty: torch.Tensor | None = None
     dropped: torch.Tensor | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,20 @@ class Capacity:
     factor: float
     ranks: int
 
-    def slots(self, tokens: int, k: int, experts: int) -> int:
-        """Of each expert; of ``tokens`` with ``k`` experts each."""
+    def slots(self, tokens: int, held: int, k: int, experts: int) -> int:
+        """Of each expert; of ``tokens`` with ``k`` experts each, of which a rank holds at most
+        ``held``. The same on all ranks."""
         each = Fraction(self.factor).limit_denominator(10**6) * tokens * k / self.ranks / experts
-        return min(math.ceil(each), -(-tokens // self.ranks))  # a token takes one of an expert's
+        return min(math.ceil(each), held)  # a token takes one of an expert's
 
 
 torch.fx.graph._register_custom_builtin(
     "Capacity", "from autoshard.runtime.dispatch import Capacity", Capacity
 )
+
+
+#: The flights of the recomputed block that runs, if one does.
+_flights: ContextVar[list[Flight] | None] = ContextVar("_flights", default=None)
 
 
 @dataclass(eq=False)
@@ -80,13 +91,18 @@ class Flight:
     offsets: torch.Tensor | None = None
     parcels: list[_Parcel] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        flights = _flights.get()
+        if flights is not None:
+            flights.append(self)
+
 
 @dataclass(frozen=True, eq=False)
 class _Parcel:
     """Columns that travel in one transfer: which tensors they are of, and the shapes of a row."""
 
     positions: list[int]
-    packed: torch.Tensor
+    columns: torch.Tensor
     shapes: list[torch.Size]
 
 
@@ -99,21 +115,27 @@ def to_experts(
     load: Any = None,
     capacity: Capacity | None = None,
     tokens: int = 0,
+    held: int = 0,
     weights: torch.Tensor | None = None,
+    skips: bool = False,
 ) -> Any:
     """Send off this rank's tokens ``x[t, d]`` and their ``scalars[t, k]`` to the ``experts`` that
     ``index[t, k]`` names; for `at_experts`. ``load``: the `runtime.loads.Load` that takes note;
-    ``tokens``: of which `Capacity` speaks; ``weights[t, k]``: the smallest are dropped first."""
+    ``tokens``, ``held``: of `Capacity.slots`; ``weights[t, k]``: the smallest are dropped first;
+    ``skips``: whether there may be indices from ``experts`` on, of slots that add nothing."""
     if capacity is None:
-        plan, counts, offsets = _all_slots(index, link, experts)
+        plan, counts, offsets = _all_slots(index, link, experts, skips)
     else:
-        most = capacity.slots(tokens, index.shape[1], experts)
+        most = capacity.slots(tokens, held, index.shape[1], experts)
         plan, counts, offsets = _most_slots(index, link, experts, most, weights)
     if load is not None:
         rows = [x, *scalars]
         each = sum(r.element_size() * (r.shape[1] if r is x else 1) for r in rows)
         others = sum(plan.sent) - plan.sent[link.index] if link else 0
-        load.take(counts, plan.rows, others * each, plan.dropped)
+        over = None if capacity is None else plan.dropped
+        if over is not None and skips:  # those of no expert are not over what one takes
+            over = over & (index.reshape(-1) < experts)
+        load.take(counts, plan.rows, others * each, over)
     flight = Flight(plan, True, offsets)
     return flight, _Depart.apply(flight, x, *scalars)
 
@@ -140,40 +162,66 @@ def at_tokens(sent: Any) -> torch.Tensor:
 
 
 def counted(slots: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many slots each expert has."""
-    counts = torch.zeros(experts, dtype=torch.int64, device=slots.device)
-    return counts.scatter_add(0, slots.long(), torch.ones_like(slots, dtype=torch.int64))
+    """``[experts + 1]``: how many slots each expert has, and no expert."""
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=slots.device)
+    expert = slots.long().clamp(max=experts)
+    return counts.scatter_add(0, expert, torch.ones_like(expert))
 
 
 def _all_slots(
-    index: torch.Tensor, link: Any, experts: int
+    index: torch.Tensor, link: Any, experts: int, skips: bool
 ) -> tuple[Plan, torch.Tensor, torch.Tensor]:
     """The plan, the slots of each expert, and the ends of the rows of this rank's experts."""
-    slots = index.reshape(-1)
+    slots, k = index.reshape(-1), index.shape[1]
     order = torch.sort(slots, stable=True).indices
-    counts = counted(slots, experts)
-    k, back = index.shape[1], _inverse(order)
+    counts, back = counted(slots, experts)[:-1], _inverse(order)
     if not link:
         offsets = counts.cumsum(0, dtype=torch.int32)
-        return Plan(k, link, len(slots), order, back), counts, offsets
+        if not skips:
+            return Plan(k, link, len(slots), order, back), counts, offsets
+        # how many they are only the device knows: the last expert computes them for nothing
+        offsets = torch.cat([offsets[:-1], torch.full_like(offsets[-1:], len(slots))])
+        dropped = slots >= experts
+        plan = Plan(k, link, len(slots), order, back, empty=dropped[order], dropped=dropped)
+        return plan, counts, offsets
     own = [high - low for low, high in bounds(experts, link)]
     mine = own[link.index]
     got = _waited(_exchange(counts, link, own, [mine] * link.size)).view(link.size, mine)
-    by_rank = [part.sum() for part in counts.split(own)]
     if isinstance(index, FakeTensor):  # no numbers: as if every expert got as many
         sent = [len(slots) * n // experts for n in own]
         sent[0] += len(slots) - sum(sent)
         came = [len(slots) * mine // experts] * link.size
         came[0] += len(slots) * mine * link.size // experts - sum(came)
     else:
-        numbers = torch.stack([*by_rank, *got.sum(1)]).tolist()
+        numbers = torch.cat([_by_rank(counts, link.size), got.sum(1)]).tolist()
         sent, came = numbers[: link.size], numbers[link.size :]
-    total = sum(came)
+    total, leaving, dropped = sum(came), sum(sent), None
+    if leaving < len(slots):  # the last ones in order are of no expert
+        order, dropped = order[:leaving], back >= leaving
+        back = back.masked_fill(dropped, 0)
     ids = torch.arange(mine, device=slots.device).repeat(link.size)
     ids = torch.repeat_interleave(ids, got.reshape(-1), output_size=total)
     sorting = torch.sort(ids, stable=True).indices
-    plan = Plan(k, link, total, order, back, tuple(sent), tuple(came), sorting, _inverse(sorting))
+    plan = Plan(
+        k,
+        link,
+        total,
+        order,
+        back,
+        tuple(sent),
+        tuple(came),
+        sorting,
+        _inverse(sorting),
+        dropped=dropped,
+    )
     return plan, counts, got.sum(0).cumsum(0, dtype=torch.int32)
+
+
+def _by_rank(counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The sums of `layout.piece_bounds`: the first pieces are longer by one."""
+    step, longer = divmod(len(counts), ranks)
+    first, rest = counts.split([longer * (step + 1), (ranks - longer) * step])
+    return torch.cat([first.view(longer, step + 1).sum(1), rest.view(ranks - longer, step).sum(1)])
 
 
 def _most_slots(
@@ -182,16 +230,20 @@ def _most_slots(
     """As `_all_slots`, where a rank sends each expert ``most`` rows, whatever it has for it."""
     slots, device = index.reshape(-1), index.device
     counts, n = counted(slots, experts), slots.numel()
+    starts, counts = counts.cumsum(0) - counts, counts[:-1]
     first = torch.arange(n, device=device)
     if weights is not None:
         first = torch.sort(weights.detach().reshape(-1), stable=True, descending=True).indices
     order = first[torch.sort(slots[first], stable=True).indices]
-    expert = slots[order].long()
-    place = torch.arange(n, device=device) - (counts.cumsum(0) - counts)[expert]
-    over, cells = place >= most, experts * most
+    expert = slots[order].long().clamp(max=experts)
+    place = torch.arange(n, device=device) - starts[expert]
+    over, cells = (place >= most) | (expert == experts), experts * most
     cell = (expert * most + place).masked_fill(over, cells)  # one more, for what is dropped
     taken = order.new_zeros(cells + 1).scatter(0, cell, order)[:cells]
     empty = torch.ones(cells + 1, dtype=torch.bool, device=device).scatter(0, cell, False)[:cells]
+    if most:  # an expert's first slot again; of an expert that has none, the first of all
+        again = taken.view(experts, most)[:, :1].expand(experts, most).reshape(-1)
+        taken = torch.where(empty, again, taken)
     back = torch.empty_like(order).scatter(0, order, cell.masked_fill(over, 0))
     dropped = torch.empty_like(over).scatter(0, order, over)
     own = [high - low for low, high in bounds(experts, link)] if link else [experts]
@@ -212,6 +264,7 @@ def _most_slots(
         _inverse(sorting) if link else None,
         empty,
         dropped,
+        alike=True,
     )
     return plan, counts, ends
 
@@ -240,6 +293,27 @@ def _waited(x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, FakeTensor) else c10d.wait_tensor(x)
 
 
+def meeting_all(body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body``, for `checkpoint`: what it runs again it stops at the last tensor that backward
+    needs, which may stand between a departure and its arrival. Such rows are waited for too."""
+
+    def run(*inputs: Any) -> Any:
+        flights: list[Flight] = []
+        token = _flights.set(flights)
+        try:
+            return body(*inputs)
+        except _StopRecomputationError:
+            for flight in flights:
+                for parcel in flight.parcels if flight.plan.link else ():
+                    _waited(parcel.columns)
+                flight.parcels = []
+            raise
+        finally:
+            _flights.reset(token)
+
+    return run
+
+
 def together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Positions of tensors that travel in one transfer: those of one dtype."""
     found: dict[torch.dtype, list[int]] = {}
@@ -255,10 +329,10 @@ def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unpacked(
-    packed: torch.Tensor, shapes: list[torch.Size], order: torch.Tensor | None
+    table: torch.Tensor, shapes: list[torch.Size], order: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """What `packed` put together, each laid out by itself, its rows taken in ``order``."""
-    columns = packed.split([math.prod(shape) for shape in shapes], 1)
+    columns = table.split([math.prod(shape) for shape in shapes], 1)
     if order is None:
         taken = [x.contiguous() for x in columns]
     else:
@@ -266,9 +340,14 @@ def unpacked(
     return [x if shape else x[:, 0] for x, shape in zip(taken, shapes, strict=True)]
 
 
-def _depart(plan: Plan, outward: bool, tensors: Sequence[torch.Tensor]) -> list[_Parcel]:
-    """Send off tokens ``[t, d]`` and scalars ``[t, k]``, or rows ``[n, ...]`` of experts."""
+def _depart(
+    plan: Plan, outward: bool, tensors: Sequence[torch.Tensor], gradients: bool = False
+) -> list[_Parcel]:
+    """Send off tokens ``[t, d]`` and scalars ``[t, k]``, or rows ``[n, ...]`` of experts;
+    ``gradients``: of these."""
     rows = _rows(plan, *tensors) if outward else tensors
+    if gradients and outward:
+        rows = [_blank(x, plan.empty) for x in rows]
     parcels = []
     for group in together(rows) if plan.link else [[i] for i in range(len(rows))]:
         own = [rows[i] for i in group]
@@ -286,7 +365,9 @@ def _land(plan: Plan, outward: bool, parcels: list[_Parcel]) -> list[torch.Tenso
     """Wait for what `_depart` sent off: rows at experts, or sums and scalars of tokens."""
     order, found = plan.sorting if outward else plan.back, dict[int, torch.Tensor]()
     for parcel in parcels:
-        came = _waited(parcel.packed) if plan.link else parcel.packed
+        came = _waited(parcel.columns) if plan.link else parcel.columns
+        if not outward and not len(came):  # a row for slots that are all dropped
+            came = came.new_zeros(1, came.shape[1])
         taken = unpacked(came, parcel.shapes, order)
         found.update(zip(parcel.positions, taken, strict=True))
     rows = [found[i] for i in range(len(found))]
@@ -295,9 +376,11 @@ def _land(plan: Plan, outward: bool, parcels: list[_Parcel]) -> list[torch.Tenso
 
 def _rows(plan: Plan, x: torch.Tensor, *scalars: torch.Tensor) -> list[torch.Tensor]:
     """Rows of tokens ``x[t, d]`` and of their ``scalars[t, k]``, as they leave."""
+    leaving = len(plan.taken)
+    if leaving and not len(x):  # all ranks send as many, and this one has none
+        return [x.new_zeros(leaving, x.shape[1]), *(s.new_zeros(leaving) for s in scalars)]
     rows = [x.index_select(0, plan.taken // plan.k)]
-    rows += [s.reshape(-1).index_select(0, plan.taken) for s in scalars]
-    return [_blank(x, plan.empty) for x in rows]
+    return rows + [s.reshape(-1).index_select(0, plan.taken) for s in scalars]
 
 
 def _by_token(plan: Plan, rows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -343,7 +426,7 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         flight = ctx.flight
-        flight.parcels = _depart(flight.plan, not flight.outward, grads)
+        flight.parcels = _depart(flight.plan, not flight.outward, grads, gradients=True)
         return None, grads[0].new_empty(0)
 
 
@@ -352,7 +435,8 @@ class _Arrive(torch.autograd.Function):
 
 def balanced(
     x: torch.Tensor, link: Any, index: torch.Tensor, scalars: list[torch.Tensor], experts: int,
-    load: Any = None, capacity: Capacity | None = None, tokens: int = 0, weights: Any = None,
+    load: Any = None, capacity: Capacity | None = None, tokens: int = 0, held: int = 0,
+    weights: Any = None, skips: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What `at_experts` gives on the meta device, of the arguments of `to_experts`: shapes, as if
     every expert got as many rows."""
@@ -363,7 +447,7 @@ def balanced(
     k = index.shape[1]
     rows = slots * ranks * mine // experts
     if capacity is not None:
-        rows = ranks * mine * capacity.slots(tokens, k, experts)
+        rows = ranks * mine * capacity.slots(tokens, held, k, experts)
     order = index.new_empty(slots)
     plan = Plan(k, link, rows, order, order)
     made = [x.new_empty(rows, x.shape[1]), *(s.new_empty(rows) for s in scalars)]

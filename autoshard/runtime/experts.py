@@ -28,8 +28,10 @@ class _ExpertRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (counts,) = ctx.saved_tensors
-        summed = torch.segment_reduce(grad.contiguous(), "sum", lengths=counts, axis=0, unsafe=True)
-        return summed, None, None
+        # in float32 at least: a sum of many rows in half precision stops growing
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        summed = torch.segment_reduce(wide, "sum", lengths=counts, axis=0, unsafe=True)
+        return summed.to(grad.dtype), None, None
 
 
 #: Widths that torch's kernel of products by groups takes are multiples of so many numbers.
@@ -38,11 +40,21 @@ ALIGNED = 8
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``x[n, k]`` by groups of rows, which end at ``offsets[e]``, times ``weight[e, k, m]``:
-    ``[n, m]``."""
+    ``[n, m]``. Under autocast it computes in autocast's dtype, as ``linear`` does."""
+    x, weight = (_autocast(t) for t in (x, weight))
     aligned = all(size % ALIGNED == 0 and size for size in weight.shape[1:])
     if x.is_cuda and x.dtype is torch.bfloat16 and aligned and len(x) and len(weight):
         return torch._grouped_mm(x, weight, offs=offsets)
     return _GroupedProduct.apply(x, weight, offsets)
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """What autocast makes of an operand of a product: it leaves double precision alone."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    eligible = x.is_floating_point() and x.dtype is not torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if eligible else x
 
 
 class _GroupedProduct(torch.autograd.Function):

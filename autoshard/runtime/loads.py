@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from autoshard.mesh import SubMesh
 @dataclass(frozen=True)
 class Mixture:
     """One mixture of experts of a partitioned graph. ``where``: its module; ``over``: the mesh axes
-    that cut its experts; ``tokens``: those that cut its tokens; ``capacity``: the factor, if any.
+    that cut its experts; ``tokens``: those that cut its tokens; ``shared``: those whose ranks all
+    compute, each with a part of the width, the rows that any of them is sent; ``capacity``: the
+    factor, if any.
     """
 
     where: str
@@ -23,6 +25,7 @@ class Mixture:
     k: int
     over: tuple[str, ...]
     tokens: tuple[str, ...]
+    shared: tuple[str, ...] = ()
     capacity: float | None = None
 
     def experts_of_ranks(self, mesh: SubMesh) -> list[int]:
@@ -37,8 +40,10 @@ class ExpertLoad:
     """The load of one mixture in one step, of all ranks together.
 
     ``tokens``: how many slots (a token's choice of an expert) each expert was chosen for; ``rows``:
-    how many each rank's experts were given to compute; ``sent``: bytes that each rank sent to
-    experts on other ranks (as many rows return); ``dropped``: slots over the capacity.
+    how many rows the experts of each rank computed: with a capacity also those that stand for no
+    slot, and where experts are cut by width those of all ranks that have a part of them; ``sent``:
+    bytes that each rank sent to experts on other ranks (as many rows return); ``dropped``: slots
+    over the capacity.
     """
 
     where: str
@@ -76,7 +81,7 @@ class Load:
     def take(
         self, counts: torch.Tensor, rows: int, sent: int, dropped: torch.Tensor | None = None
     ) -> None:
-        """``counts[experts]``: slots of this rank's tokens; ``rows`` that its experts are given;
+        """``counts[experts]``: slots of this rank's tokens; ``rows`` that came to its experts;
         bytes ``sent`` to other ranks; ``dropped[slots]``: which are."""
         self.counts, self.rows, self.sent = counts.detach(), rows, sent
         self.dropped = None if dropped is None else dropped.detach()
@@ -95,14 +100,22 @@ class Load:
         return out
 
 
+def share_of(loads: Iterable[Load], mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
+    """A rank's numbers of several mixtures, one behind the other; none of none."""
+    shares = [load.share(mesh, rank, device) for load in loads]
+    return torch.cat(shares) if shares else torch.zeros(0, dtype=torch.int64, device=device)
+
+
 def loads_of(
     mixtures: Mapping[str, Mixture], shares: torch.Tensor, mesh: SubMesh
 ) -> list[ExpertLoad]:
-    """The loads that the sum of all ranks' `Load.share`, one behind the other, tells."""
+    """The loads that the sum of all ranks' `share_of` tells."""
     ranks, numbers, found = mesh.mesh.world_size, shares.tolist(), []
     for mixture in mixtures.values():
         tokens, rest = tuple(numbers[: mixture.experts]), numbers[mixture.experts :]
-        rows, sent = tuple(rest[:ranks]), tuple(rest[ranks : 2 * ranks])
+        groups = [mesh.peers(r, mixture.shared) if mixture.shared else [r] for r in range(ranks)]
+        rows = tuple(sum(rest[r] for r in group) for group in groups)
+        sent = tuple(rest[ranks : 2 * ranks])
         found.append(ExpertLoad(mixture.where, tokens, rows, sent, rest[2 * ranks]))
         numbers = rest[2 * ranks + 1 :]
     return found

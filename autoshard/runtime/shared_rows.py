@@ -46,7 +46,7 @@ def own_rows(rows: torch.Tensor, link: Any, shared: Shared) -> torch.Tensor:
 
 def _shared(own: int, offsets: torch.Tensor, plan: Plan, link: Any) -> tuple[Shared, torch.Tensor]:
     counts = torch.diff(offsets.long(), prepend=offsets.new_zeros(1))
-    if isinstance(offsets, FakeTensor) or plan.empty is not None:
+    if isinstance(offsets, FakeTensor) or plan.alike:
         lengths = [own] * link.size
     else:
         counts = c10d.wait_tensor(c10d.all_gather_into_tensor(counts, link.size, link.group))
