@@ -88,7 +88,8 @@ class Dense(Parts):
         why: Unfit | None = None
         for end, terms in self._ends():
             try:
-                return self._rewrite_end(end, terms)
+                with self.or_nothing():
+                    return self._rewrite_end(end, terms)
             except Unfit as error:
                 why = error if self._is_mixture(terms) else why
         if why is not None:
@@ -212,6 +213,7 @@ class Dense(Parts):
             out = self._combined(found.make(), shown)
             if terms:
                 out = self._with_first(out, end, terms)
+            self.see_same(out, end)
         self.dims[out] = self.dims[end]
         end.replace_all_uses_with(out)
 

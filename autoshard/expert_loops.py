@@ -20,7 +20,7 @@ from torch import fx
 from autoshard import experts
 from autoshard.masks import ancestors, descendants
 from autoshard.program import tensor_results
-from autoshard.routing import Routing, Unfit, choice, is_zero, lookup, shape_of
+from autoshard.routing import Routing, Unfit, choice, is_zero, lookup, shape, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
@@ -33,6 +33,9 @@ PLAIN = frozenset(
     """unsqueeze squeeze chunk split split_with_sizes slice select to _to_copy clone contiguous
     dropout getitem detach""".split()
 )
+
+#: Products of rows with weights, and at which argument the rows are.
+AT = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}
 
 
 def begins_loop(node: fx.Node) -> bool:
@@ -77,7 +80,7 @@ class Loop(Routing):
     skips: bool = False  # there are choices that no expert belongs to
     ends: tuple[fx.Node, ...] = ()
     stacked: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
-    _rowed: dict[fx.Node, bool] = field(default_factory=dict)
+    _rowed: set[fx.Node] = field(default_factory=set)  # of the first expert, made of its tokens
 
     def fuse(self) -> None:
         ids: Any = _compared(self.at)
@@ -85,11 +88,14 @@ class Loop(Routing):
         self.refuse_strangers()
         self.classify()
         telling = [u for u in self.ids.users if op_name(u.target) in ("eq", "one_hot")]
-        self.compared = descendants(telling)
         self._find_sums()
+        self.compared = descendants(telling, self.sums)
+        of_first = [node for node, role in self.roles.items() if role == ("tokens", 0)]
+        self._rowed = descendants(of_first, self.sums)
         pairs: dict[fx.Node, Any] = {}
         self._match(self.ends, pairs)
-        self._rewrite(self.ends[0], pairs)
+        with self.or_nothing():
+            self._rewrite(self.ends[0], pairs)
 
     def _find_sums(self) -> None:
         """Every expert's, in a row that begins with zeros."""
@@ -135,11 +141,13 @@ class Loop(Routing):
                 continue
             pairs[first] = ("all", nodes)
             if not self._depends(first):
+                self._see_same_sizes(nodes, 0)
                 continue  # parameters, or made of those: stacked as they are
             if any(v.shape[:1] != self._rows_of_first for v in tensor_results(first)):
                 raise Unfit(f"{op_name(first.target)} of experts whose result has other rows")
             if any(node.target is not first.target for node in nodes):
                 raise Unfit("experts that compute different things")
+            self._see_same_sizes(nodes, 1)
             texts = {str(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in nodes}
             if len(texts) > 1:
                 raise Unfit(f"{op_name(first.target)} of experts with different arguments")
@@ -148,6 +156,15 @@ class Loop(Routing):
             for each in zip(*(inputs(node) for node in nodes), strict=True):
                 stack.append(each)
 
+    @staticmethod
+    def _see_same_sizes(nodes: tuple[fx.Node, ...], start: int) -> None:
+        """Of all dimensions from this one on; and the same types."""
+        forms = [[(v.dtype, *shape(v)[start:]) for v in tensor_results(n)] for n in nodes]
+        if any(form != forms[0] for form in forms):
+            raise Unfit("experts of different sizes or types")
+        if not forms[0]:
+            raise Unfit("experts that read what is no tensor")
+
     @property
     def _rows_of_first(self) -> Any:
         return self.ends[0].meta["val"].shape[:1]
@@ -155,10 +172,10 @@ class Loop(Routing):
     def _leaf(self, node: fx.Node, expert: int) -> tuple[str, fx.Node] | None:
         looked = _selected(node)
         if looked is not None and self.roles.get(looked[1]) == ("tokens", expert):
-            shape = shape_of(looked[0])
-            if len(shape) == 1 or shape[1:] == (1,):
+            sizes = shape_of(looked[0])
+            if len(sizes) == 1 or sizes[1:] == (1,):
                 return "scalar", self._weights(looked[0], expert)
-            if len(shape) != 2 or self.ids in ancestors([looked[0]]):
+            if len(sizes) != 2 or sizes[0] != self.token_shape[0]:
                 raise Unfit("rows that are not made of tokens")
             return "rows", looked[0]
         if op_name(node.target) == "index" and len(node.args[1]) == 2:
@@ -228,16 +245,11 @@ class Loop(Routing):
 
     def _depends(self, node: fx.Node) -> bool:
         """Whether a node of the first expert is computed from its tokens."""
-        if node in self._rowed:
-            return self._rowed[node]
-        leaf = self._leaf(node, 0) is not None
-        self._rowed[node] = leaf or any(map(self._depends, node.all_input_nodes))
-        return self._rowed[node]
+        return node in self._rowed
 
     # the new nodes
 
     def _rewrite(self, end: fx.Node, pairs: dict[fx.Node, Any]) -> None:
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         sources = {each for kind, each in pairs.values() if kind == "rows"}
         if len(sources) != 1:
             raise Unfit("rows of several tensors of tokens")
@@ -245,12 +257,12 @@ class Loop(Routing):
             if kind == "all" and self._depends(node):
                 self._fits(node, each)
         scalars = list(dict.fromkeys(each for kind, each in pairs.values() if kind == "scalar"))
-        late = max(self.sums, key=order.__getitem__)
+        late = max(self.sums)
         with self.before(late):
             served = self._served(scalars) if self.skips else None
             made = self.dispatch(next(iter(sources)), scalars)
             new: dict[fx.Node, fx.Node] = {}
-            for node in sorted(pairs, key=order.__getitem__):
+            for node in sorted(pairs):
                 kind, each = pairs[node]
                 if kind == "rows":
                     new[node] = made["rows"]
@@ -258,8 +270,14 @@ class Loop(Routing):
                     new[node] = made[each]
                     for _ in shape_of(node)[1:]:
                         new[node] = self.call(aten.unsqueeze.default, new[node], -1)
+                    new[node] = self.cast(new[node], node)
                 elif self._depends(node):
                     new[node] = self._of_all(node, new, pairs, made)
+                if node in new:
+                    self.see_rows(new[node], node)
+            if end not in new:
+                raise Unfit("experts that compute nothing of their tokens")
+            self.see_rows(new[end], late)
             rows, tokens = new[end], late.meta["val"]
             if served is not None:
                 rows = self.call(
@@ -282,13 +300,18 @@ class Loop(Routing):
         """Raise Unfit where an op of an expert has no counterpart on rows of all of them."""
         kind = op_name(node.target)
         own = [n for n in node.all_input_nodes if not self._depends(n)]
-        if kind in ("linear", "mm", "addmm", "matmul"):
-            at = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}[kind]
+        if kind in AT:
+            at = AT[kind]
             x, weight = node.args[at : at + 2]
-            if self._depends(x) and not self._depends(weight) and len(shape_of(weight)) == 2:
-                return
+            others = [*node.args[at + 2 :], *node.kwargs.values()]  # a bias, and factors
+            plain = all(o in (None, 1) or is_tensor(o) for o in others)
+            if len(shape_of(weight)) == 2 and plain and self._depends(x):
+                if set(shape_of(x)[1:-1]) - {1}:
+                    raise Unfit("several vectors of a row")
+                if not self._depends(weight):
+                    return
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            if all(len(shape_of(n)) == 1 for n in own):
+            if all(_is_of_expert(n, node) for n in own):
                 return
         elif kind in PLAIN and not own:
             return
@@ -299,37 +322,53 @@ class Loop(Routing):
     ) -> fx.Node:
         """A node of the first expert, on the rows of all."""
         kind = op_name(node.target)
-        if kind in ("linear", "mm", "matmul", "addmm"):
-            bias = argument(node, 2, "bias") if kind == "linear" else None
-            bias = node.args[0] if kind == "addmm" else bias
-            x, weight = node.args[1:3] if kind == "addmm" else node.args[:2]
-            whole = self._stack(pairs[weight][1])
-            if kind == "linear":
-                whole = self.call(aten.transpose.int, whole, 1, 2)
-            rows = new[x].meta["val"]
-            value = rows.new_empty([rows.shape[0], whole.meta["val"].shape[2]])
-            out = self.call(grouped_product, new[x], whole, made["ends"], value=value)
-            if bias is None:
-                return out
-            return self.call(aten.add.Tensor, out, self._rows(pairs[bias][1], made))
 
         def on_rows(n: fx.Node) -> fx.Node:
-            return new[n] if n in new else self._rows(pairs[n][1], made)
+            return new[n] if n in new else self._rows(pairs[n][1], len(shape_of(node)), made)
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), on_rows)
-        return self.call(node.target, *args, **kwargs)
+        if kind not in AT:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), on_rows)
+            return self.call(node.target, *args, **kwargs)
+        bias = argument(node, 2, "bias") if kind == "linear" else None
+        bias = node.args[0] if kind == "addmm" else bias
+        x, weight = node.args[AT[kind] : AT[kind] + 2]
+        whole = self._stack(pairs[weight][1])
+        if kind == "linear":
+            whole = self.call(aten.transpose.int, whole, 1, 2)
+        row, between = new[x], len(shape_of(x)) - 2
+        for _ in range(between):
+            row = self.call(aten.squeeze.dim, row, 1)
+        rows = row.meta["val"]
+        value = rows.new_empty([rows.shape[0], whole.meta["val"].shape[2]])
+        out = self.call(grouped_product, row, whole, made["ends"], value=value)
+        for _ in range(between):
+            out = self.call(aten.unsqueeze.default, out, 1)
+        return out if bias is None else self.call(aten.add.Tensor, out, on_rows(bias))
 
-    def _rows(self, nodes: tuple[fx.Node, ...], made: dict[Any, fx.Node]) -> fx.Node:
-        """What each row's expert has."""
+    def _rows(self, nodes: tuple[fx.Node, ...], rank: int, made: dict[Any, fx.Node]) -> fx.Node:
+        """What each row's expert has, as it meets rows of this rank."""
         table = self._stack(nodes)
         rows = made["rows"].meta["val"]
         value = table.meta["val"].new_empty([rows.shape[0], *table.meta["val"].shape[1:]])
-        return self.call(expert_rows, table, made["ends"], made["plan"], value=value)
+        out = self.call(expert_rows, table, made["ends"], made["plan"], value=value)
+        if value.ndim > rank:  # a dimension of one, along which it is the same for all rows
+            return self.call(aten.squeeze.dim, out, 1)
+        for _ in range(rank - value.ndim):
+            out = self.call(aten.unsqueeze.default, out, 1)
+        return out
 
     def _stack(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         if nodes not in self.stacked:
             self.stacked[nodes] = self.call(aten.stack.default, list(nodes))
         return self.stacked[nodes]
+
+
+def _is_of_expert(node: fx.Node, out: fx.Node) -> bool:
+    """Whether an operand is the same for all rows of the result."""
+    if not is_tensor(node) or not is_tensor(out):
+        return False
+    sizes = shape_of(node)
+    return len(sizes) < len(shape_of(out)) or sizes[:1] == (1,)
 
 
 def _selected(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -6,7 +6,7 @@ taken to be causal for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,25 +35,23 @@ DECIDED_BY = {
 
 def ancestors(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes and all that they are computed from, in graph order."""
-    if not nodes:
-        return []
     found, stack = set(), list(nodes)
     while stack:
         item = stack.pop()
         if item not in found:
             found.add(item)
             stack.extend(item.all_input_nodes)
-    return [n for n in nodes[0].graph.nodes if n in found]
+    return sorted(found)
 
 
-def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that is computed from them."""
+def descendants(nodes: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes and all that is computed from them, no further than ``until``."""
     found, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.users)
+            stack.extend(node.users if node not in until else ())
     return found
 
 

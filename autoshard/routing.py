@@ -19,7 +19,7 @@ from torch import fx
 from autoshard import experts
 from autoshard.infer import expression
 from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
-from autoshard.program import Program
+from autoshard.program import Program, tensor_results
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
 from autoshard.scores import ARRANGES, CASTS, VIEWS, is_elementwise
@@ -42,7 +42,11 @@ class Unfit(Exception):
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     """The shape of a tensor; of anything else, that of a number."""
     value = node.meta.get("val")
-    return tuple(map(expression, value.shape)) if isinstance(value, torch.Tensor) else ()
+    return shape(value) if isinstance(value, torch.Tensor) else ()
+
+
+def shape(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(map(expression, value.shape))
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -145,6 +149,7 @@ class Routing:
     capacity: float | None = None
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
+    new: list[fx.Node] = field(default_factory=list)  # nodes that were put into the graph
 
     def refuse_strangers(self) -> None:
         """Raise Unfit where a token may choose an expert that there is not (a place to skip it)."""
@@ -156,15 +161,15 @@ class Routing:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
         for tokens in (TOKENS, self.count):  # more only where experts would go without
             sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
-            shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
-            if math.prod(shape) >= 2 * self.count:
+            sides = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+            if math.prod(sides) >= 2 * self.count:
                 break
         generator = torch.Generator().manual_seed(0)
         # any, and where there is room all of them
-        every = torch.randint(self.count, (math.prod(shape),), generator=generator)
+        every = torch.randint(self.count, (math.prod(sides),), generator=generator)
         every[: self.count] = torch.arange(self.count)[: len(every)]
         every = every[torch.randperm(len(every), generator=generator)]
-        env: dict[fx.Node, Any] = {self.ids: every.view(shape)}
+        env: dict[fx.Node, Any] = {self.ids: every.view(sides)}
         stack, seen = list(self.ids.users), set[fx.Node]()
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         while stack:
@@ -190,7 +195,7 @@ class Routing:
             except Exception:  # an op that does not run alone is no part of a routing
                 continue
             stack.extend(node.users)
-        self.k, self.known = (shape[-1] if len(shape) > 1 else 1), env
+        self.k, self.known = (sides[-1] if len(sides) > 1 else 1), env
         self._name_roles(env, env[self.ids].reshape(-1), self.k)
 
     def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
@@ -305,8 +310,41 @@ class Routing:
         with self.before(node.next):
             yield
 
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Whatever fails inside leaves the graph as it was."""
+        ids, self.new = self.ids, []
+        try:
+            yield
+        except Exception as error:
+            for node in reversed(self.new):
+                self.program.graph.erase_node(node)
+            self.ids = ids
+            if isinstance(error, Unfit):
+                raise
+            text = str(error).partition("\n")[0] or type(error).__name__
+            raise Unfit(f"experts that do not compute on rows of all of them ({text})") from error
+
+    def see_rows(self, new: fx.Node, node: fx.Node) -> None:
+        """Raise Unfit unless a node has the sizes, but for the number of rows, and the type of the
+        one whose place it takes."""
+        for made, known in zip(tensor_results(new), tensor_results(node), strict=True):
+            if made.dtype != known.dtype or shape(made)[1:] != shape(known)[1:]:
+                raise Unfit(f"{node.name} of experts, which has another form on rows of all")
+
+    def see_same(self, new: fx.Node, node: fx.Node) -> None:
+        """The same for all sizes."""
+        self.see_rows(new, node)
+        if shape_of(new) != shape_of(node):
+            raise Unfit(f"{node.name}, which is no sum of rows for each token")
+
+    def cast(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        dtype = like.meta["val"].dtype
+        return new if new.meta["val"].dtype == dtype else self.call(aten.to.dtype, new, dtype)
+
     def call(self, target: Any, *args: Any, value: Any = ..., **kwargs: Any) -> fx.Node:
         new = self.program.graph.call_function(target, args, kwargs)
+        self.new.append(new)
         copied = ("nn_module_stack", "stack_trace")
         new.meta.update({key: self.at.meta[key] for key in copied if key in self.at.meta})
         if value is ...:

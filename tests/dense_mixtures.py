@@ -227,3 +227,37 @@ LEFT = {
 
 def feed_forward(width: int, inner: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+class Expert(nn.Module):
+    """One expert of a loop; ``form``: what is uncommon about it."""
+
+    def __init__(self, form: str, width: int = 16, inner: int = 24):
+        super().__init__()
+        self.form = form
+        self.up = nn.Parameter(torch.randn(width, inner) / 4)
+        self.bias = nn.Parameter(torch.randn(1, inner) / 4)
+        self.down = nn.Linear(inner, width)
+        self.scale = nn.Parameter(torch.rand(1) + 1)
+        self.shift = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.form)(x)
+
+    def factors(self, x):
+        """A product and what is added to it, each times a number."""
+        return self.down(F.silu(torch.addmm(self.bias, x, self.up, beta=2, alpha=0.5)))
+
+    def added(self, x):
+        return self.down(F.silu(torch.addmm(self.bias[0], x, self.up)))
+
+    def between(self, x):
+        """A dimension of one between rows and what they hold."""
+        return self.down(F.silu(x[:, None] @ self.up + self.bias[0])).squeeze(1)
+
+    def numbers(self, x):
+        """Parameters of one number."""
+        return self.down(F.silu(x @ self.up) * self.scale) + self.shift
+
+
+UNCOMMON = ("factors", "added", "between", "numbers")

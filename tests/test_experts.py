@@ -11,7 +11,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
-from dense_mixtures import DENSE, LEFT, LOOPS, OWN_TOKENS, Every, feed_forward
+from dense_mixtures import DENSE, LEFT, LOOPS, OWN_TOKENS, UNCOMMON, Every, Expert, feed_forward
 from expert_jobs import CASES
 from test_gloo import each, ranks_of
 from torch import nn
@@ -20,6 +20,7 @@ from zoo import EXPERT_MESHES, batch, tiny
 from autoshard import autoshard, verify
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
+from autoshard.expert_loops import Loop
 from autoshard.runtime.dispatch import to_experts
 from passes import chain
 from passes.fuse_experts import FuseExperts
@@ -248,6 +249,54 @@ def test_a_loop_over_experts_that_mix_tokens():
         expert[1] = nn.Softmax(0)
     with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
         verify(model, "ep=2", tokens(), steps=1)
+
+
+def with_experts(experts) -> nn.Module:
+    model = Model("chosen_first")
+    model.mixture.each = nn.ModuleList(experts)
+    return model
+
+
+@pytest.mark.parametrize("form", UNCOMMON)
+def test_a_loop_over_uncommon_experts(form):
+    """Each computes with all that its ops were given."""
+    report = verify(with_experts(Expert(form) for _ in range(4)), "ep=2", tokens(), steps=2)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_a_loop_over_experts_of_different_sizes():
+    model = with_experts(feed_forward(16, 16 + 8 * e) for e in range(4))
+    with pytest.raises(ShardingError, match="mixture: experts of different sizes"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_a_rewriting_that_fails_leaves_the_graph(monkeypatch):
+    """What is not foreseen is a reason to leave a mixture as it is."""
+
+    def fails(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(Loop, "_stack", fails)
+    with pytest.raises(ShardingError, match=r"on rows of all of them \(no such thing\)"):
+        verify(Model("chosen_first"), "ep=2", tokens(), steps=1)
+    report = verify(Model("loop"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 0
+
+
+def test_a_mixture_after_many_ops():
+    """The network before it is not walked op by op."""
+
+    class Deep(Model):
+        def forward(self, ids, labels):
+            x = self.embed(ids)
+            for _ in range(1000):
+                x = x * 1.001
+            x = x + self.mixture(x) * x.mean()
+            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    assert len(autoshard(Deep("chosen_first"), "ep=2", tokens()).program.mixtures) == 1
 
 
 def test_a_loop_that_cannot_be_captured():
