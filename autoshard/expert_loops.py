@@ -11,14 +11,15 @@ by expert and with parameters stacked, is that of all.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard import experts
-from autoshard.masks import ancestors, descendants
+from autoshard.masks import descendants, run
 from autoshard.program import tensor_results
 from autoshard.routing import Routing, Unfit, choice, is_zero, lookup, shape, shape_of
 from autoshard.rules import op_name
@@ -85,10 +86,25 @@ class Loop(Routing):
     def fuse(self) -> None:
         ids: Any = _compared(self.at)
         self.ids, self.count = ids, _choices(ids) or 0
+        if ids in self.done:
+            return
+        self.done.add(ids)
         self.refuse_strangers()
         self.classify()
+        why: Unfit | None = None
+        for sums, ends in self._chains():
+            try:
+                replace(self, sums=sums, ends=ends, stacked={}).fuse_chain()
+                self.partly = True
+            except Unfit as error:
+                why = why or error
+        if why is not None:
+            raise why
+
+    def fuse_chain(self) -> None:
+        """One loop over all experts; others may read the same ids."""
+        self._in_order()
         telling = [u for u in self.ids.users if op_name(u.target) in ("eq", "one_hot")]
-        self._find_sums()
         self.compared = descendants(telling, self.sums)
         of_first = [node for node, role in self.roles.items() if role == ("tokens", 0)]
         self._rowed = descendants(of_first, self.sums)
@@ -97,26 +113,43 @@ class Loop(Routing):
         with self.or_nothing():
             self._rewrite(self.ends[0], pairs)
 
-    def _find_sums(self) -> None:
-        """Every expert's, in a row that begins with zeros."""
-        found: dict[int, tuple[fx.Node, fx.Node]] = {}
+    def _chains(self) -> list[tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]]:
+        """``(sums, ends)`` where tokens of experts are added to one another, unless nothing reads
+        them any more."""
+        adds: dict[fx.Node, tuple[int, fx.Node]] = {}
         for node, role in self.roles.items():
             if isinstance(role, tuple) and role[0] == "tokens":
                 for user in node.users:
                     rows = _added(user, node, self.k)
                     if rows is not None:
-                        found[role[1]] = user, rows
-        if len(found) < 2 or set(found) != set(range(len(found))):
-            raise Unfit(f"a loop that adds up the tokens of {len(found)} of {self.count} experts")
-        self.skips = len(found) < self.count
+                        adds[user] = role[1], rows
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        first: dict[fx.Node, fx.Node] = {}
+        for node in sorted(adds):
+            begin = first.get(node.args[0], node)  # type: ignore[arg-type]
+            if adds[node][0] in [adds[n][0] for n in chains.get(begin, ())]:
+                begin = node  # another loop that goes on with the same sum
+            first[node] = begin
+            chains.setdefault(begin, []).append(node)
+        if not chains:
+            raise Unfit("a loop that adds up the tokens of none of the experts")
+        live = [chain for chain in chains.values() if chain[-1].users]
+        return [(tuple(chain), tuple(adds[n][1] for n in chain)) for chain in live]
+
+    def _in_order(self) -> None:
+        """Sort what is added by expert; see that it is added one by one to zeros."""
+        of = {self.roles[_tokens_of(node)][1]: i for i, node in enumerate(self.sums)}
+        if {*of} != {*range(len(of))} or len(of) < 2:
+            raise Unfit(f"a loop that adds up the tokens of {len(of)} of {self.count} experts")
+        self.skips = len(of) < self.count
         if self.skips and not self._told_apart():
             raise Unfit("a loop over experts that cannot be told apart by their tokens")
-        self.count = len(found)
-        self.sums, self.ends = zip(*(found[e] for e in range(self.count)), strict=True)
         into = [node.args[0] for node in self.sums]
-        first = [node for node in into if is_zero(node)]
-        if len(first) != 1 or {*into} - {*first} != {*into} & {*self.sums}:
+        if not is_zero(into[0]) or into[1:] != [*self.sums[:-1]]:
             raise Unfit("a loop whose experts do not add to the same tokens one by one")
+        self.count = len(of)
+        self.sums = tuple(self.sums[of[e]] for e in range(self.count))
+        self.ends = tuple(self.ends[of[e]] for e in range(self.count))
 
     def _told_apart(self) -> bool:
         """Whether in the trial every choice was made, and no two by the same tokens."""
@@ -212,24 +245,26 @@ class Loop(Routing):
                 needed[each] = None
                 stack += each.all_input_nodes
         chosen = self.known[self.ids].view(-1, self.k)
-        trial = torch.linspace(1, 2, chosen.numel()).view(chosen.shape).requires_grad_()
-        env = dict(self.known)
+        trial = torch.linspace(1, 2, chosen.numel(), dtype=torch.float64).view(chosen.shape)
+        trial.requires_grad_()
+        env = {n: _exact(value) for n, value in self.known.items()}
         for each in sources:
             env[each] = trial if len(shape_of(each)) == 2 else trial[:, 0]
         has = (chosen == expert).any(-1)
         wanted = (trial * (chosen == expert)).sum(-1)[has]
         try:
-            for each in (n for n in ancestors([node]) if n in needed):
+            for each in sorted(needed):
                 args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
-                env[each] = each.target(*args, **kwargs)
+                env[each] = _in_float64(each, args, kwargs)
             made = env[node].view(-1)[has]
-            same = len(wanted) > 0 and torch.allclose(made, wanted)
-            by = torch.linspace(2, 3, len(wanted))
+            same = len(wanted) > 0 and torch.allclose(made, wanted, rtol=1e-12)
+            by = torch.linspace(2, 3, len(wanted), dtype=torch.float64)
             (grad,) = torch.autograd.grad((made * by).sum(), trial)
             (own,) = torch.autograd.grad((wanted * by).sum(), trial)
-            same = same and torch.allclose(grad, own)
+            same = same and torch.allclose(grad, own, rtol=1e-12)
         except Exception:  # it cannot be run: nothing is known of it
             same = False
+        same = same and _rounds_once([*sources, *sorted(needed)], node)
         if not same or len(sources) != 1:
             raise Unfit("numbers of tokens that are not one for each of their experts")
         return next(iter(sources))
@@ -396,6 +431,39 @@ def _added(node: fx.Node, tokens: fx.Node, k: int) -> fx.Node | None:
     if not before and k == 1:
         return rows
     return others[0] if len(before) == len(others) == 1 else None
+
+
+def _exact(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if floats else value
+
+
+def _in_float64(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """A node's value, where no number is rounded on the way."""
+    args, kwargs = pytree.tree_map_only(
+        torch.dtype,
+        lambda dtype: torch.float64 if dtype.is_floating_point else dtype,
+        (tuple(args), dict(kwargs)),
+    )
+    if op_name(node.target) == "type_as" and _is_float(node):
+        return args[0].double()
+    return _exact(run(node, args, kwargs))
+
+
+def _rounds_once(nodes: list[fx.Node], last: fx.Node) -> bool:
+    """Whether numbers lose by the types they have on the way only what they lose in the end."""
+    types = [n.meta["val"].dtype for n in nodes if is_tensor(n) and _is_float(n)]
+    ends = (types[0], last.meta["val"].dtype)
+    return all(any(torch.promote_types(t, end) == t for end in ends) for t in types)
+
+
+def _is_float(node: fx.Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def _tokens_of(node: fx.Node) -> fx.Node:
+    """To which tokens a node adds."""
+    return node.args[2] if op_name(node.target) == "index_add" else node.args[1][0]  # type: ignore
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:

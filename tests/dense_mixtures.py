@@ -261,3 +261,44 @@ class Expert(nn.Module):
 
 
 UNCOMMON = ("factors", "added", "between", "numbers")
+
+
+class Routed(nn.Module):
+    """Loops over experts that differ in how what was chosen is read; ``form``: how."""
+
+    def __init__(self, form: str, experts: int = 4, k: int = 2, width: int = 16, inner: int = 24):
+        super().__init__()
+        self.form, self.k, self.experts = form, k, experts
+        self.router = nn.Linear(width, experts, bias=False)
+        self.each = nn.ModuleList(feed_forward(width, inner) for _ in range(experts))
+        banks = experts if form == "two_banks" else 0
+        self.other = nn.ModuleList(feed_forward(width, inner) for _ in range(banks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k, -1)
+        return getattr(self, self.form)(tokens, weights, chosen).view_as(x)
+
+    def any_slot(self, x, weights, chosen):
+        """Positions of tokens by a mask; weights in another type than they are summed in."""
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.each):
+            hit = chosen == e
+            token = torch.where(hit.any(-1))[0]
+            given = (weights * hit).sum(-1).to(x.dtype)
+            out = out.index_add(0, token, expert(x[token]) * given[token, None])
+        return out
+
+    def two_banks(self, x, weights, chosen):
+        """Two layers of experts, by the same choice."""
+        weights = weights.to(x.dtype)
+        for bank in (self.each, self.other):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(bank):
+                token, slot = torch.where(chosen == e)
+                out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+            x = x + out
+        return x
+
+
+ROUTED = {"any_slot": 1, "two_banks": 2}

@@ -11,18 +11,35 @@ import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
-from dense_mixtures import DENSE, LEFT, LOOPS, OWN_TOKENS, UNCOMMON, Every, Expert, feed_forward
+from dense_mixtures import (
+    DENSE,
+    LEFT,
+    LOOPS,
+    OWN_TOKENS,
+    ROUTED,
+    UNCOMMON,
+    Every,
+    Expert,
+    Routed,
+    feed_forward,
+)
 from expert_jobs import CASES
 from test_gloo import each, ranks_of
 from torch import nn
 from zoo import EXPERT_MESHES, batch, tiny
 
-from autoshard import autoshard, verify
+from autoshard import MeshSpec, autoshard, verify
+from autoshard.capture import capture
+from autoshard.chain import run
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.expert_loops import Loop
+from autoshard.experts import dispatches
+from autoshard.routing import draw_ids
+from autoshard.rules import op_name
 from autoshard.runtime.dispatch import to_experts
 from passes import chain
+from passes.canonicalize import Canonicalize
 from passes.fuse_experts import FuseExperts
 
 assert transformers.integrations.moe
@@ -140,7 +157,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
-        kind = Mixture if hasattr(Mixture, form) else Every
+        kind = next(kind for kind in (Mixture, Routed, Every) if hasattr(kind, form))
         self.mixture, self.head = kind(form, **sizes), nn.Linear(16, 32)
 
     def forward(self, ids, labels):
@@ -263,6 +280,88 @@ def test_a_loop_over_uncommon_experts(form):
     report = verify(with_experts(Expert(form) for _ in range(4)), "ep=2", tokens(), steps=2)
     assert report.ok, report
     assert ways(report) == 1
+
+
+@pytest.mark.parametrize("sizes", [{}, {"k": 3}, {"experts": 9}, {"k": 1}], ids=str)
+@pytest.mark.parametrize("form", ROUTED)
+def test_loops_by_what_was_chosen(form, sizes):
+    report = verify(Model(form, **sizes), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == ROUTED[form]
+
+
+def test_all_experts_for_every_token():
+    report = verify(Model("chosen_first", experts=3, k=3), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_a_bank_that_is_not_recognised():
+    """The other one is; and it is said why."""
+    model = Model("two_banks")
+    for expert in model.mixture.other:
+        expert[1] = nn.Softmax(0)
+    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_weights_rounded_on_the_way():
+    """They are summed in float32 and used in bfloat16, as the rewritten graph uses them. Where they
+    are rounded before, they are not the same."""
+    model = Model("any_slot").to(torch.bfloat16)
+    assert len(autoshard(model, "ep=2", tokens()).program.mixtures) == 1
+
+    class Rounded(Routed):
+        def any_slot(self, x, weights, chosen):
+            return super().any_slot(x, weights.to(torch.bfloat16).float(), chosen)
+
+        def two_banks(self, x, weights, chosen):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.each):
+                hit = chosen == e
+                token = torch.where(hit.any(-1))[0]
+                given = (weights * hit).sum(-1).to(torch.bfloat16).float()
+                out = out.index_add(0, token, expert(x[token]) * given[token, None])
+            return out
+
+    model.mixture = Rounded("any_slot").to(torch.bfloat16)
+    assert len(autoshard(model, "ep=2", tokens()).program.mixtures) == 1
+    model = Model("any_slot")
+    model.mixture = Rounded("two_banks")
+    with pytest.raises(ShardingError, match="numbers of tokens that are not one for each"):
+        autoshard(model, "ep=2", tokens())
+
+
+@pytest.mark.parametrize("count, k", [(4, 1), (4, 2), (8, 2), (9, 8), (128, 8)])
+def test_ids_of_a_trial(count, k):
+    ids = draw_ids(2 * count, count, k, torch.Generator().manual_seed(0))
+    assert all(len(row.unique()) == k for row in ids)
+    assert len(ids.unique()) == count
+
+
+def as_on_gpus(program) -> None:
+    """What capture gives there: a count of int32, for which the CPU has no kernel; and devices."""
+    cuda = torch.device("cuda")
+    for node in program.graph.nodes:
+        if op_name(node.target) == "histc":
+            (cast,) = node.all_input_nodes
+            cast.kwargs = {"dtype": torch.int32}
+            for each in (cast, node):
+                each.meta["val"] = each.meta["val"].to(torch.int32)
+        if "device" in node.kwargs or op_name(node.target) in ("arange", "zeros_like", "full_like"):
+            node.kwargs = {**node.kwargs, "device": cuda}
+
+
+@pytest.mark.parametrize("form", ["mixtral", "chosen_first", "everywhere", "any_slot"])
+def test_as_captured_on_gpus(form):
+    model, given = (tiny(form), batch()) if form == "mixtral" else (Model(form), tokens())
+    program = run(capture(model, MeshSpec(ep=2), given)[0], [Canonicalize()])
+    devices = sum("device" in node.kwargs for node in program.graph.nodes)
+    assert devices or form != "everywhere"
+    as_on_gpus(program)
+    program = run(program, [FuseExperts()])
+    assert not program.unfused
+    assert len(dispatches(program.graph)) == (2 if form == "mixtral" else 1)
 
 
 def test_a_loop_over_experts_of_different_sizes():
