@@ -264,7 +264,7 @@ def test_a_loop_over_experts_that_mix_tokens():
     model = Model("chosen_first")
     for expert in model.mixture.each:
         expert[1] = nn.Softmax(0)
-    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+    with pytest.raises(ShardingError, match="why: experts are not recognised in mixture: softmax"):
         verify(model, "ep=2", tokens(), steps=1)
 
 
@@ -301,7 +301,7 @@ def test_a_bank_that_is_not_recognised():
     model = Model("two_banks")
     for expert in model.mixture.other:
         expert[1] = nn.Softmax(0)
-    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+    with pytest.raises(ShardingError, match="why: experts are not recognised in mixture: softmax"):
         verify(model, "ep=2", tokens(), steps=1)
 
 
