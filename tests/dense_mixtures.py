@@ -92,6 +92,14 @@ class Every(nn.Module):
         out = torch.einsum("td,edf->tef", x, self.up)
         return x + torch.einsum("te,ted->td", self.chosen(scores), F.relu(out))
 
+    def types(self, x, scores):
+        """Sums in other types than what is summed."""
+        hidden = self.hidden(x)
+        scale = hidden.square().mean(-1, keepdim=True, dtype=torch.float64) + 1e-5
+        hidden = (hidden.double() * scale.rsqrt()).to(x.dtype)
+        out = torch.einsum("teh,ehd->ted", hidden, self.down) * self.chosen(scores)[..., None]
+        return out.sum(1, dtype=torch.float64).to(x.dtype)
+
     def best(self, x, scores):
         """One expert a token."""
         given = F.one_hot(scores.argmax(-1), self.experts) * scores.softmax(-1)
@@ -177,6 +185,12 @@ class Every(nn.Module):
 
     # left as they are
 
+    def two_sums(self, x, scores):
+        """Experts and parts of what they give are added up at once."""
+        hidden = torch.einsum("td,edh->teh", x, self.up)
+        hidden = hidden.unflatten(2, (2, -1)) * self.chosen(scores)[..., None, None]
+        return hidden.sum((1, 2)) @ self.down[0, :12]
+
     def soft(self, x, scores):
         return self.summed(self.hidden(x), scores.softmax(-1))
 
@@ -211,11 +225,22 @@ OWN_TOKENS = ("argmax", "maximum", "one_place", "hot", "skipping")
 LOOPS = (*DENSE_LOOPS, *OWN_TOKENS, "detached")
 WITH_ROWS = ("in_rows", "loop_in_rows")
 DENSE = (
-    *("batched", "broadcast", "gated", "weighted_inputs", "in_rows", "folded", "square", "best"),
+    *(
+        "types",
+        "batched",
+        "broadcast",
+        "gated",
+        "weighted_inputs",
+        "in_rows",
+        "folded",
+        "square",
+        "best",
+    ),
     *DENSE_LOOPS,
 )
 #: What is said of those that are left.
 LEFT = {
+    "two_sums": "a sum over experts and over what they give",
     "soft": "experts that all have a weight for every token",
     "nearly_zero": "experts that count for tokens that have not chosen them",
     "straight_through": "experts that count for tokens that have not chosen them",

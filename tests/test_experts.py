@@ -119,6 +119,15 @@ class Mixture(nn.Module):
         out = grouped_mm(inner, self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(tokens).index_add(0, order // self.k, out)
 
+    def added_twice(self, tokens, weights, chosen):
+        """The same, times a number: it is not recognised."""
+        order = chosen.reshape(-1).argsort(stable=True)
+        counts = F.one_hot(chosen.reshape(-1), self.experts).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = grouped_mm(tokens[order // self.k], self.up, ends)
+        out = grouped_mm(rows.relu(), self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out, alpha=2)
+
     def looked_up(self, tokens, weights, chosen):
         """Every row with its own expert's weights."""
         experts = chosen.reshape(-1)
@@ -337,6 +346,35 @@ def test_ids_of_a_trial(count, k):
     ids = draw_ids(2 * count, count, k, torch.Generator().manual_seed(0))
     assert all(len(row.unique()) == k for row in ids)
     assert len(ids.unique()) == count
+
+
+def test_rows_that_are_added_up_times_a_number():
+    program = run(
+        capture(Model("added_twice"), MeshSpec(ep=2), tokens())[0], [Canonicalize(), FuseExperts()]
+    )
+    assert program.unfused == ["mixture: rows that are added up times a number"] * 2
+    assert not dispatches(program.graph)
+
+
+def test_sums_in_other_types():
+    """As the model has them, where it is not run in float64 to be verified."""
+    program = autoshard(Model("types"), "ep=2", tokens()).program
+    assert len(program.mixtures) == 1
+    kept = [n for n in program.graph.nodes if n.kwargs.get("dtype") is torch.float64]
+    assert [op_name(n.target) for n in kept if op_name(n.target) == "mean"]
+
+
+def test_gates_are_no_experts(monkeypatch):
+    """It costs nothing to see that."""
+
+    class Gates(Model):
+        def forward(self, ids, labels):
+            x = self.embed(ids)
+            x = x * self.mixture.router(x).sigmoid().repeat(1, 1, 4) + x.softmax(-1) * x
+            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    monkeypatch.setattr("autoshard.dense_experts.infer_axes", None)
+    assert not autoshard(Gates("soft"), "ep=2", tokens()).program.unfused
 
 
 def as_on_gpus(program) -> None:
