@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from autoshard.axes import Axis, leaves
 from autoshard.expert_loops import inputs
 from autoshard.expert_parts import PRODUCTS, Group, Parts, flat, number, summed_places
 from autoshard.infer import infer_axes
-from autoshard.masks import ancestors, depends_on_sizes_only, descendants, evaluate
+from autoshard.masks import evaluate, of_sizes, run
 from autoshard.program import Program, shallow
-from autoshard.routing import TOKENS, Unfit, choice, chosen_by, is_zero, shape_of
+from autoshard.routing import TOKENS, Unfit, choice, chosen_by, draw_ids, is_zero, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
-from autoshard.scores import FILLS
+from autoshard.scores import ARRANGES, CASTS, FILLS
 
 aten = torch.ops.aten
 
@@ -57,20 +58,57 @@ def fuse_dense(program: Program, capacity: float | None) -> Iterator[tuple[fx.No
 
 
 def _weighs(node: fx.Node) -> bool:
-    """Whether an op gives weights to a fixed number of things, which could be experts."""
+    """Whether an op gives weights to a fixed number of things, which could be experts: they meet
+    wider ones, or are picked one by one. (Gates have the shape of what they meet.)"""
     if op_name(node.target) not in ("softmax", "_softmax", "sigmoid"):
         return False
-    return isinstance(shape_of(node)[-1], int)
+    if not isinstance(shape_of(node)[-1], int):
+        return False
+    stack, seen = [node], set[fx.Node]()
+    while stack:
+        weights = stack.pop()
+        for user in {*weights.users} - seen:
+            seen.add(user)
+            kind = op_name(user.target)
+            others = [n for n in user.all_input_nodes if n is not weights and is_tensor(n)]
+            if kind in ("select", "slice", "unbind"):
+                return True
+            if kind in PRODUCTS and kind != "linear" and any(len(shape_of(n)) > 2 for n in others):
+                return True
+            if kind in ARRANGES | CASTS:
+                stack.append(user)
+            elif kind in ("mul", "div"):
+                if any(_is_wider(n, weights) for n in others):
+                    return True
+                if all(1 in shape_of(n) for n in others):  # weights that are scaled
+                    stack.append(user)
+    return False
+
+
+def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
+    return shape_of(weights)[-1:] == (1,) and shape_of(node)[-1:] != (1,)
+
+
+def is_made_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node is computed from another one. Only what is between them is walked."""
+    stack, seen = [node], set[fx.Node]()
+    while stack:
+        each = stack.pop()
+        if each is other:
+            return True
+        if each not in seen and each > other:
+            seen.add(each)
+            stack += each.all_input_nodes
+    return False
 
 
 @dataclass
 class Dense(Parts):
     """``at``: where the experts of tokens are chosen, or get their weights if none is chosen.
-    scores: ``[..., experts]``; earlier, later: what it depends on, and what depends on it."""
+    scores: ``[..., experts]``; later: what depends on it, as far as it was walked."""
 
     scores: Any = None
     later: set[fx.Node] = field(default_factory=set)
-    earlier: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         ids = choice(self.at)
@@ -80,15 +118,14 @@ class Dense(Parts):
             self.ids = ids
             same_rank = ids.meta["val"].ndim == self.scores.meta["val"].ndim
             self.k = shape_of(ids)[-1] if same_rank else 1
-        self.later = descendants([self.at])
-        self.earlier = set(ancestors([self.scores]))
 
     def fuse(self) -> None:
         """Raises Unfit where there are such experts, and they have no form on rows."""
         why: Unfit | None = None
         for end, terms in self._ends():
             try:
-                return self._rewrite_end(end, terms)
+                with self.or_nothing():
+                    return self._rewrite_end(end, terms)
             except Unfit as error:
                 why = error if self._is_mixture(terms) else why
         if why is not None:
@@ -107,7 +144,7 @@ class Dense(Parts):
     def is_computed(self, group: Group) -> bool:
         node = group[0]
         if len(set(group)) > 1:
-            return node not in self.later and node not in self.earlier
+            return node not in self.later and not is_made_of(self.scores, node)
         slots = self.flat(self.ids) if self.ids is not None else ()
         stack = [node]
         while stack:
@@ -127,17 +164,30 @@ class Dense(Parts):
         tokens = flat(self.dims[self.scores][:-1])
         if not tokens or not isinstance(self.k, int):
             return
-        order = [n for n in self.program.graph.nodes if n in self.later and n in self.dims]
-        for node in order:
+        loop = _Loop(self.count)
+        for node in self._walk():
+            if node not in self.dims:
+                continue
             for axis in self._summed(node):
                 self.begin(flat(self.dims[self.scores][:-1]), axis)
                 own = self.flat(node)
                 if own == (*self.tokens, *self.rest(own)) and self.rest(own):
                     yield node, None
-        loop = self._loop(order)
-        if loop is not None:
-            self.begin(tokens, None)
-            yield loop
+            terms = loop.terms(node, self._of_expert(node))
+            if terms is not None:
+                self.begin(flat(self.dims[self.scores][:-1]), None)
+                yield node, terms
+
+    def _walk(self) -> Iterator[fx.Node]:
+        """What depends on the choice, in the order of the graph."""
+        waiting = [self.at]
+        while waiting:
+            node = heappop(waiting)
+            if node not in self.later:
+                self.later.add(node)
+                for user in node.users:
+                    heappush(waiting, user)
+                yield node
 
     def _summed(self, node: fx.Node) -> list[Axis]:
         """The axes as long as there are experts that a node adds up over."""
@@ -151,32 +201,6 @@ class Dense(Parts):
             return []
         found = [a for n, d in summed for a in leaves(self.dims[n][d])]
         return list(dict.fromkeys(a for a in found if a.size == self.count))
-
-    def _loop(self, order: list[fx.Node]) -> tuple[fx.Node, Group] | None:
-        """The last of the nodes that add up what each expert gives, one after the other."""
-        first: list[list[fx.Node]] = [[] for _ in range(self.count)]
-        for node in order:
-            expert = self._of_expert(node)
-            if expert is not None:
-                first[expert].append(node)
-        if self.count < 2 or not all(first):
-            return None
-        own = [descendants(each) for each in first]
-        terms: list[fx.Node] = []
-        last: Any = None
-        for e in range(1, self.count):
-            meet = next((n for n in order if n in own[e - 1] and n in own[e]), None)
-            if meet is None or not _adds(meet):
-                return None
-            before, term = meet.args[:2] if meet.args[0] in own[e - 1] else meet.args[1::-1]
-            if last is None:
-                added = [a for a in before.args if a in own[0]] if _adds(before) else []
-                terms.append(added[0] if len(added) == 1 else before)
-            elif before is not last:
-                return None
-            terms.append(term)
-            last = meet
-        return (last, tuple(terms)) if all(t in own[e] for e, t in enumerate(terms)) else None
 
     def _of_expert(self, node: fx.Node) -> int | None:
         """The expert whose numbers a node picks."""
@@ -200,6 +224,8 @@ class Dense(Parts):
         if own != (*self.tokens, *self.rest(own)):
             raise Unfit("experts whose results have tokens in another order")
         if op_name(end.target) == "sum" and not terms:
+            if len(argument(end, 1, "dim")) != 1:
+                raise Unfit("a sum over experts and over what they give")
             found = self.part((end.args[0],))
         else:
             found = self.part(terms) if terms else self.product((end,))
@@ -212,6 +238,7 @@ class Dense(Parts):
             out = self._combined(found.make(), shown)
             if terms:
                 out = self._with_first(out, end, terms)
+            self.see_same(out, end)
         self.dims[out] = self.dims[end]
         end.replace_all_uses_with(out)
 
@@ -230,13 +257,11 @@ class Dense(Parts):
 
     def _combined(self, rows: fx.Node, shown: fx.Node) -> fx.Node:
         """The sum of the rows of each token, as the node is that it takes the place of."""
-        wanted, shape = shown.meta["val"], self.shape(self.dims[shown])
-        rows = self._arranged(rows, shape, [flat(shape)], 1)
+        shape = self.shape(self.dims[shown])
+        rows = self.cast(self._arranged(rows, shape, [flat(shape)], 1), shown)
         tokens = math.prod(self.scores.meta["val"].shape[:-1])  # not numel(), which fixes it
         value = rows.meta["val"].new_empty([tokens, rows.meta["val"].shape[1]])
         out = self.call(experts.combine, rows, self.made["plan"], value=value)
-        if value.dtype != wanted.dtype:
-            out = self.call(aten.to.dtype, out, wanted.dtype)
         if shape_of(out) == shape_of(shown):
             return out
         return self.call(aten.reshape.default, out, self._sizes(shown))
@@ -285,8 +310,50 @@ class Dense(Parts):
             wide = torch.stack(found, 1)
         else:
             wide = found[0].view(self.count, -1).T if turned else found[0].view(-1, self.count)
-        chosen = torch.zeros(wide.shape, dtype=torch.bool).scatter(1, ids.view(-1, self.k), True)
+        chosen = torch.zeros(wide.shape, dtype=torch.bool).scatter(1, ids, True)
         return bool((wide[~chosen] == 0).all()) and trial.is_constant(wide[~chosen])
+
+
+class _Loop:
+    """Looks, among nodes in the order of the graph, for those that add up what each expert gives,
+    one after the other."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.of = dict[fx.Node, int]()  # the experts whose numbers a node is made of, as bits
+        self.meet: list[fx.Node | None] = [None] * count  # experts e-1 and e, first
+
+    def terms(self, node: fx.Node, expert: int | None) -> Group | None:
+        """What each expert gives, where a node adds up the last of them."""
+        own = 0 if expert is None else 1 << expert
+        for n in node.all_input_nodes:
+            own |= self.of.get(n, 0)
+        self.of[node] = own
+        last = False
+        for e in range(1, self.count) if own & (own - 1) else ():
+            if self.meet[e] is None and own >> (e - 1) & 3 == 3:
+                self.meet[e], last = node, True
+        return self._terms() if last and None not in self.meet[1:] else None
+
+    def _has(self, node: Any, expert: int) -> bool:
+        return isinstance(node, fx.Node) and bool(self.of.get(node, 0) >> expert & 1)
+
+    def _terms(self) -> Group | None:
+        terms: list[fx.Node] = []
+        last: Any = None
+        for e in range(1, self.count):
+            meet: Any = self.meet[e]
+            if not _adds(meet):
+                return None
+            before, term = meet.args[:2] if self._has(meet.args[0], e - 1) else meet.args[1::-1]
+            if last is None:
+                added = [a for a in before.args if self._has(a, 0)] if _adds(before) else []
+                terms.append(added[0] if len(added) == 1 else before)
+            elif before is not last:
+                return None
+            terms.append(term)
+            last = meet
+        return tuple(terms) if all(self._has(t, e) for e, t in enumerate(terms)) else None
 
 
 class _Trial:
@@ -297,14 +364,15 @@ class _Trial:
         self.program, self.ids, self.seed = program, ids, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.sizes = {symbol: TOKENS + 2 * n for n, symbol in enumerate(program.hints)}
-        self.after, self.known = descendants([ids]), dict[fx.Node, Any]()
+        self.known = dict[fx.Node, Any]()
         self.drawn: list[torch.Tensor] = []
 
     def draw_ids(self, scores: fx.Node, k: int) -> torch.Tensor:
         """No expert twice for a token."""
-        order = torch.rand(self._shape(scores), generator=self.generator).argsort(-1)[..., :k]
-        self.known[self.ids] = order.reshape(self._shape(self.ids))
-        return order
+        *lead, count = self._shape(scores)
+        ids = draw_ids(math.prod(lead), count, k, self.generator)
+        self.known[self.ids] = ids.reshape(self._shape(self.ids))
+        return ids
 
     def _shape(self, node: fx.Node) -> list[int]:
         return [s if isinstance(s, int) else int(s.subs(self.sizes)) for s in shape_of(node)]
@@ -317,14 +385,13 @@ class _Trial:
     def _value(self, node: fx.Node) -> Any:
         if not is_tensor(node) and isinstance(node.meta.get("val"), torch.SymInt):
             return (evaluate(self.program, [node], self.sizes) or {})[node]
-        needed = ancestors([node])
-        if node not in self.after and depends_on_sizes_only(self.program, needed):
-            return (evaluate(self.program, needed, self.sizes) or {})[node]
-        if node in self.after or op_name(node.target) in FILLS:
+        after = is_made_of(node, self.ids)
+        known = None if after else of_sizes(self.program, [node], self.sizes)
+        if known is not None:
+            return known[node]
+        if after or op_name(node.target) in FILLS:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return run(node, args, kwargs)
         fake = node.meta["val"]
         if not fake.is_floating_point():
             raise Unfit("numbers that other integers tell")

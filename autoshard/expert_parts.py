@@ -18,6 +18,7 @@ from torch import fx
 
 from autoshard.axes import Axis, Dim, leaves
 from autoshard.expert_loops import Loop, inputs
+from autoshard.masks import run
 from autoshard.routing import Unfit, shape_of
 from autoshard.rules import op_name
 from autoshard.rules.contraction import letters_of
@@ -65,7 +66,7 @@ class Parts(Loop):
 
     def begin(self, tokens: Dim, experts: Axis | None) -> None:
         self.tokens, self.experts, self.source, self.products = tokens, experts, None, 0
-        self._parts, self.numbers, self.made = {}, {}, {}
+        self._parts, self.numbers, self.made, self.stacked = {}, {}, {}, {}
 
     def is_computed(self, group: Group) -> bool:
         """Whether a number for every token and expert is what experts compute."""
@@ -109,10 +110,19 @@ class Parts(Loop):
             def make() -> Any:
                 if not kept:
                     kept.append(found.make())
+                    self._see_form(kept[0], group[0])
                 return kept[0]
 
             self._parts[group] = Part(found.zero, make)
         return self._parts[group]
+
+    def _see_form(self, new: fx.Node, node: fx.Node) -> None:
+        """Raise Unfit unless what was made has the type and sizes of a node on rows."""
+        if not is_tensor(node):
+            return
+        value, wanted = new.meta["val"], [number(d) for d in self.shape(self.dims[node])]
+        if value.dtype != node.meta["val"].dtype or [*value.shape[1:]] != wanted:
+            raise Unfit(f"{node.name} of experts, which has another form on rows of all")
 
     def _part(self, group: Group) -> Part:
         node, each = group[0], len(set(group)) > 1
@@ -296,7 +306,8 @@ class Parts(Loop):
         places = [self._place(source[0], d, kind) for d in dims or ()]
         if not places:
             raise Unfit(f"{kind} over tokens or experts")
-        return Part(found.zero, lambda: self.call(node.target, found.make(), places))
+        named = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+        return Part(found.zero, lambda: self.call(node.target, found.make(), places, **named))
 
     def _joined(self, node: fx.Node, given: list[Group]) -> Part:
         parts = [self.part(g) for g in given]
@@ -424,7 +435,7 @@ def stays_zero(node: fx.Node, zero: list[bool]) -> bool:
     ready = iter(zeros)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
     try:
-        out = node.target(*args, **kwargs)  # type: ignore[operator]
+        out = run(node, args, kwargs)
         grads = torch.autograd.grad(out.sum(), zeros, allow_unused=True)
     except Exception:  # it cannot be run: nothing is known of it
         return False

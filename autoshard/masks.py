@@ -6,12 +6,13 @@ taken to be causal for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.infer import expression
 from autoshard.program import Program
@@ -35,25 +36,23 @@ DECIDED_BY = {
 
 def ancestors(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes and all that they are computed from, in graph order."""
-    if not nodes:
-        return []
     found, stack = set(), list(nodes)
     while stack:
         item = stack.pop()
         if item not in found:
             found.add(item)
             stack.extend(item.all_input_nodes)
-    return [n for n in nodes[0].graph.nodes if n in found]
+    return sorted(found)
 
 
-def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that is computed from them."""
+def descendants(nodes: Iterable[fx.Node], until: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes and all that is computed from them, no further than ``until``."""
     found, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.users)
+            stack.extend(node.users if node not in until else ())
     return found
 
 
@@ -104,17 +103,59 @@ def evaluate(
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            env[node] = _at(value, sizes)
+            try:
+                env[node] = _at(value, sizes)
+            except TypeError:  # a size that values decide
+                return None
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         try:
-            env[node] = node.target(*args, **kwargs)
+            env[node] = run(node, args, kwargs)
         except Exception:
             return None
     return env
+
+
+def of_sizes(
+    program: Program, nodes: Iterable[fx.Node], sizes: dict[Any, int]
+) -> dict[fx.Node, Any] | None:
+    """What the nodes, and what they are made of, are at these sizes; None where they depend on
+    anything else, or cannot be run. It ends at the first thing that they should not depend on."""
+    needed, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        if node.op == "placeholder" and _fixed_value(program, node) is None:
+            return None
+        needed.add(node)
+        if not isinstance(node.meta.get("val"), torch.SymInt):
+            stack.extend(node.all_input_nodes)
+    return evaluate(program, sorted(needed), sizes)
+
+
+def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a node gives for values on the CPU, whatever device it was captured for; in float64
+    where the CPU does not take the integers that a GPU does."""
+    args, kwargs = pytree.tree_map_only(
+        torch.device, lambda _: torch.device("cpu"), (tuple(args), dict(kwargs))
+    )
+    target: Any = node.target
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError:
+        whole = [a for a in (*args, *kwargs.values()) if _is_whole(a)]
+        if not whole or not isinstance(node.meta.get("val"), torch.Tensor):
+            raise
+        args = [a.double() if _is_whole(a) else a for a in args]
+        kwargs = {name: a.double() if _is_whole(a) else a for name, a in kwargs.items()}
+        return target(*args, **kwargs).to(node.meta["val"].dtype)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
+    )
 
 
 def _at(size: Any, sizes: dict[Any, int]) -> int:
@@ -327,7 +368,7 @@ def _run(score: fx.GraphModule, given: list[Sample]) -> Sample:
 
 def _step(node: fx.Node, env: dict[fx.Node, Sample]) -> Sample:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n][0])
-    value = node.target(*args, **kwargs)
+    value = run(node, args, kwargs)
     kind = op_name(node.target)
 
     def known(arg: Any) -> torch.Tensor:

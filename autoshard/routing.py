@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import fx
 
 from autoshard import experts
 from autoshard.infer import expression
-from autoshard.masks import ancestors, depends_on_sizes_only, evaluate
-from autoshard.program import Program
+from autoshard.masks import of_sizes, run
+from autoshard.program import Program, tensor_results
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
-from autoshard.scores import ARRANGES, CASTS, VIEWS, is_elementwise
+from autoshard.scores import ARRANGES, CASTS, COPIES, VIEWS, is_elementwise
 
 aten = torch.ops.aten
 
@@ -33,6 +34,8 @@ TOKENS = 5
 
 #: Ops that choose among the last dimension of what they are given.
 CHOICES = frozenset("topk argmax sort argsort max multinomial".split())
+#: How often ids are drawn until they tell experts apart.
+DRAWS = 20
 
 
 class Unfit(Exception):
@@ -42,7 +45,11 @@ class Unfit(Exception):
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     """The shape of a tensor; of anything else, that of a number."""
     value = node.meta.get("val")
-    return tuple(map(expression, value.shape)) if isinstance(value, torch.Tensor) else ()
+    return shape(value) if isinstance(value, torch.Tensor) else ()
+
+
+def shape(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(map(expression, value.shape))
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -118,7 +125,7 @@ def possible(ids: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
     if len(roots) != 1 or None in roots:
         return None
     args, kwargs = fx.map_arg((ids.args, ids.kwargs), lambda n: env[n][1])  # type: ignore[index]
-    return roots.pop(), ids.target(*args, **kwargs)  # type: ignore[return-value]
+    return roots.pop(), run(ids, args, kwargs)  # type: ignore[return-value]
 
 
 def is_zero(node: fx.Node) -> bool:
@@ -128,13 +135,57 @@ def is_zero(node: fx.Node) -> bool:
     )
 
 
+def draw_ids(
+    tokens: int, count: int, k: int, generator: torch.Generator, apart: bool = True
+) -> torch.Tensor:
+    """``[tokens, k]`` of experts for a trial; all of them where there are places enough. apart: no
+    expert twice for a token."""
+    every = torch.randperm(count, generator=generator)[: tokens * k]
+    if not apart:
+        ids = torch.randint(count, (tokens * k,), generator=generator)
+        ids[: len(every)] = every
+        return ids[torch.randperm(len(ids), generator=generator)].view(tokens, k)
+    rank = torch.rand(tokens, count, generator=generator)
+    rank[torch.arange(len(every)) % tokens, every] -= 1  # these in any case
+    ids = rank.argsort(-1)[:, :k]
+    return ids.gather(1, torch.rand(tokens, k, generator=generator).argsort(-1))
+
+
+def tells_apart(ids: torch.Tensor, count: int) -> bool:
+    """Whether every expert is chosen, and no two by the same tokens."""
+    has = torch.zeros(len(ids), count, dtype=torch.bool).scatter(1, ids, True)
+    return bool(has.any(0).all()) and len(has.T.unique(dim=0)) == count
+
+
+def never_twice(ids: fx.Node) -> bool:
+    """Whether no token has chosen an expert twice, as the best of some scores are."""
+    while True:
+        kind, source = op_name(ids.target), ids.args[0] if ids.args else None
+        if not isinstance(source, fx.Node):
+            return False
+        whole = kind in VIEWS | CASTS | COPIES and shape_of(source)[-1:] == shape_of(ids)[-1:]
+        last = len(shape_of(ids)) - 1
+        if not whole and not (kind == "slice" and argument(ids, 1, "dim", 0) in (-1, last)):
+            break
+        ids = source
+    best = source if ids.target is operator.getitem and ids.args[1] == 1 else ids
+    kinds = ("argsort",) if best is ids else ("topk", "sort")
+    return op_name(best.target) in kinds and _chosen_dim(best) in (-1, last)
+
+
+def _numbers(value: torch.Tensor) -> Any:
+    """What two tensors of equal numbers have in common."""
+    return tuple(value.shape), value.double().numpy().tobytes(), value.dtype is torch.bool
+
+
 @dataclass
 class Routing:
     """The routing of one mixture of experts, found from the node ``at`` inside it.
 
     ids: ``[t, k]``, of every token its experts, or ``[t]`` of one; count: of experts; k: experts of
     a token; roles: of the nodes computed from them, by what they are; known: their values in a
-    trial; capacity, skips: of `autoshard.experts.dispatch`.
+    trial; capacity, skips: of `autoshard.experts.dispatch`; trials: those of other mixtures, by
+    their ids and number of experts; done: nodes that need not be looked at again.
     """
 
     program: Program
@@ -146,6 +197,10 @@ class Routing:
     skips: bool = False
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
+    trials: dict[Any, Any] = field(default_factory=dict)
+    done: set[fx.Node] = field(default_factory=set)
+    partly: bool = False  # some of what reads the ids is fused
+    new: list[fx.Node] = field(default_factory=list)  # nodes that were put into the graph
 
     def refuse_strangers(self) -> None:
         """Raise Unfit where a token may choose an expert that there is not (a place to skip it)."""
@@ -155,89 +210,96 @@ class Routing:
 
     def classify(self) -> None:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
-        for tokens in (TOKENS, self.count):  # more only where experts would go without
-            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
-            shape = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
-            if math.prod(shape) >= 2 * self.count:
-                break
-        generator = torch.Generator().manual_seed(0)
-        # any, and where there is room all of them
-        every = torch.randint(self.count, (math.prod(shape),), generator=generator)
-        every[: self.count] = torch.arange(self.count)[: len(every)]
-        every = every[torch.randperm(len(every), generator=generator)]
-        env: dict[fx.Node, Any] = {self.ids: every.view(shape)}
-        stack, seen = list(self.ids.users), set[fx.Node]()
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
-        while stack:
-            stack.sort(key=order.__getitem__, reverse=True)
-            node = stack.pop()
+        key = self.ids, self.count
+        if key not in self.trials:
+            self._try()
+            self.trials[key] = self.k, self.known, self.roles
+        self.k, self.known, self.roles = self.trials[key]
+
+    def _try(self) -> None:
+        sizes, ids = self._drawn()
+        env: dict[fx.Node, Any] = {self.ids: ids}
+        waiting, seen = sorted(self.ids.users), set[fx.Node]()
+        while waiting:
+            node = heappop(waiting)  # the first in the graph
             if node in seen or node.op != "call_function":
                 continue
             seen.add(node)
-            others = [n for n in node.all_input_nodes if n not in env]
             if isinstance(node.meta.get("val"), torch.SymInt):
                 continue
-            if others:
-                needed = ancestors(others)
-                if not depends_on_sizes_only(self.program, needed):
-                    continue
-                known = evaluate(self.program, needed, sizes)
-                if known is None:
-                    continue
-                env |= known
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            others = [n for n in node.all_input_nodes if n not in env]
+            known = of_sizes(self.program, others, sizes)
+            if known is None:
+                continue
+            env |= known
             try:
-                env[node] = node.target(*args, **kwargs)
+                env[node] = run(node, *fx.map_arg((node.args, node.kwargs), env.__getitem__))
             except Exception:  # an op that does not run alone is no part of a routing
                 continue
-            stack.extend(node.users)
-        self.k, self.known = (shape[-1] if len(shape) > 1 else 1), env
-        self._name_roles(env, env[self.ids].reshape(-1), self.k)
+            for user in node.users:
+                heappush(waiting, user)
+        self.k, self.known, self.roles = (ids.shape[-1] if ids.ndim > 1 else 1), env, {}
+        self._name_roles(ids.reshape(-1))
 
-    def _name_roles(self, env: dict[fx.Node, Any], flat: torch.Tensor, k: int) -> None:
-        n = len(flat)
-        found = {v: x for v, x in env.items() if isinstance(x, torch.Tensor)}
+    def _drawn(self) -> tuple[dict[Any, int], torch.Tensor]:
+        """Sizes for a trial, and ids of experts: of each expert some, and no two of the same
+        tokens. More tokens than a few only where experts would go without."""
+        generator = torch.Generator().manual_seed(0)
+        last = None
+        for times in (0, 1, 2, 4, 8):
+            tokens = max(TOKENS, times * self.count)
+            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
+            sides = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+            if sides == last or (times < 8 and math.prod(sides) < 2 * self.count):
+                continue
+            last, k = sides, sides[-1] if len(sides) > 1 else 1
+            # where all are chosen by all, only choosing some twice tells them apart
+            apart = k < self.count and never_twice(self.ids)
+            for _ in range(DRAWS):
+                ids = draw_ids(math.prod(sides) // k, self.count, k, generator, apart)
+                if tells_apart(ids, self.count):
+                    return sizes, ids.view(sides)
+        return sizes, ids.view(sides)
+
+    def _name_roles(self, flat: torch.Tensor) -> None:
+        n, k = len(flat), self.k
+        found = {v: x for v, x in self.known.items() if isinstance(x, torch.Tensor)}
         places, in_order = torch.arange(n), flat.sort().values
         counts = torch.bincount(flat, minlength=self.count)
-        orders = [
-            x
-            for x in found.values()
-            if x.shape == (n,)
-            and torch.equal(x.sort().values, places)
-            and torch.equal(flat[x.long()], in_order)
-        ]
-        order = orders[0] if orders else None
-        known: dict[str, torch.Tensor] = {
+        known = {
             "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
             "offsets": counts.cumsum(0),
         }  # fmt: skip
-        if order is not None:
-            known |= {
-                "order": order,
-                "token": order // k,
-                "slot": order % k,
-                "inverse": order.argsort(),
-            }
+        for order in found.values():
+            every = order.shape == (n,) and torch.equal(order.sort().values, places)
+            if every and torch.equal(flat[order.long()], in_order):
+                own = {"order": order, "token": order // k, "slot": order % k}
+                known = own | {"inverse": order.argsort()} | known
+                break
+        roles: dict[Any, Any] = {}
+        for role, value in known.items():
+            roles.setdefault(_numbers(value), role)
+        parts = self._parts_of_experts(flat)
         for node, value in found.items():
-            for role in ("order", "token", "slot", "inverse", *known):
-                same = role in known and value.shape == known[role].shape
-                if same and torch.equal(value.double(), known[role].double()):
-                    self.roles.setdefault(node, role)
-        self._name_parts(found, flat, k)
+            what = roles.get(_numbers(value)) or parts.get(_numbers(value))
+            if what is not None:
+                self.roles[node] = what
 
-    def _name_parts(self, found: dict[fx.Node, torch.Tensor], flat: torch.Tensor, k: int) -> None:
-        """Of what is left: the tokens of each expert, and at which slot they have it."""
+    def _parts_of_experts(self, flat: torch.Tensor) -> dict[Any, tuple[str, int]]:
+        """The tokens of each expert, as positions or a mask, and at which slot they have it."""
+        k, roles = self.k, dict[Any, tuple[str, int]]()
+        slots = dict[Any, tuple[str, int]]()
         for expert in range(self.count):
             by_token = (flat == expert).nonzero()[:, 0]
             by_slot = by_token[(by_token % k).argsort(stable=True)]
+            # rows by a mask are one for each token
             has = (flat == expert).view(-1, k).any(1)
-            for node, value in found.items():
-                if node in self.roles or value.ndim != 1:
-                    continue
-                if any(torch.equal(value, x) for x in (by_token // k, by_slot // k, has)):
-                    self.roles[node] = ("tokens", expert)
-                elif any(torch.equal(value, x % k) for x in (by_token, by_slot)):
-                    self.roles[node] = ("slots", expert)
+            masks = [has] if k == 1 or never_twice(self.ids) else []
+            for value in (by_token // k, by_slot // k, *masks):
+                roles.setdefault(_numbers(value), ("tokens", expert))
+            for value in (by_token % k, by_slot % k):
+                slots.setdefault(_numbers(value), ("slots", expert))
+        return slots | roles
 
     def by_token(self, node: fx.Node) -> fx.Node:
         """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""
@@ -308,8 +370,41 @@ class Routing:
         with self.before(node.next):
             yield
 
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Whatever fails inside leaves the graph as it was."""
+        ids, self.new = self.ids, []
+        try:
+            yield
+        except Exception as error:
+            for node in reversed(self.new):
+                self.program.graph.erase_node(node)
+            self.ids = ids
+            if isinstance(error, Unfit):
+                raise
+            text = str(error).partition("\n")[0] or type(error).__name__
+            raise Unfit(f"experts that do not compute on rows of all of them ({text})") from error
+
+    def see_rows(self, new: fx.Node, node: fx.Node) -> None:
+        """Raise Unfit unless a node has the sizes, but for the number of rows, and the type of the
+        one whose place it takes."""
+        for made, known in zip(tensor_results(new), tensor_results(node), strict=True):
+            if made.dtype != known.dtype or shape(made)[1:] != shape(known)[1:]:
+                raise Unfit(f"{node.name} of experts, which has another form on rows of all")
+
+    def see_same(self, new: fx.Node, node: fx.Node) -> None:
+        """The same for all sizes."""
+        self.see_rows(new, node)
+        if shape_of(new) != shape_of(node):
+            raise Unfit(f"{node.name}, which is no sum of rows for each token")
+
+    def cast(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        dtype = like.meta["val"].dtype
+        return new if new.meta["val"].dtype == dtype else self.call(aten.to.dtype, new, dtype)
+
     def call(self, target: Any, *args: Any, value: Any = ..., **kwargs: Any) -> fx.Node:
         new = self.program.graph.call_function(target, args, kwargs)
+        self.new.append(new)
         copied = ("nn_module_stack", "stack_trace")
         new.meta.update({key: self.at.meta[key] for key in copied if key in self.at.meta})
         if value is ...:

@@ -66,8 +66,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _write_out_broadcast(graph, node)
     elif kind == "copy":
         _copied(graph, node)
-    elif kind == "baddbmm":
-        _write_out_baddbmm(graph, node)
+    elif kind == "baddbmm" or (kind == "addmm" and _factors(node) != (1, 1)):
+        _write_out_added(graph, node)
     elif kind == "cat":
         _without_empty(node)
 
@@ -141,10 +141,14 @@ def _without_empty(node: fx.Node) -> None:
         node.kwargs = {"memory_format": torch.contiguous_format}
 
 
-def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+def _factors(node: fx.Node) -> tuple[Any, Any]:
+    return argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
+
+
+def _write_out_added(graph: fx.Graph, node: fx.Node) -> None:
     """beta * input + alpha * (a @ b)"""
     added, a, b = node.args[:3]
-    beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
+    beta, alpha = _factors(node)
     value = node.meta["val"]
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -153,7 +157,8 @@ def _write_out_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
         return new
 
     with graph.inserting_before(node):
-        product = call(aten.bmm.default, a, b)
+        batched = op_name(node.target) == "baddbmm"
+        product = call(aten.bmm.default if batched else aten.mm.default, a, b)
         if alpha != 1:
             product = call(aten.mul.Tensor, product, alpha)
         if beta != 1:

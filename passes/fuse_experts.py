@@ -19,6 +19,7 @@ that a token has chosen count. What has another structure is left as it is, and 
 from __future__ import annotations
 
 import operator
+from bisect import insort
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +33,6 @@ from autoshard.errors import ShardingError, message
 from autoshard.expert_loops import Loop, begins_loop
 from autoshard.experts import dispatches
 from autoshard.infer import expression
-from autoshard.masks import ancestors
 from autoshard.program import Program, module_path, shallow, tensor_results
 from autoshard.routing import Routing, Unfit, choice, chosen_by, is_zero, lookup, shape_of
 from autoshard.rules import op_name
@@ -43,7 +43,10 @@ from autoshard.stacks import keep_stacked
 
 aten = torch.ops.aten
 
+CHOSEN = frozenset("bmm matmul".split())
 GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
+#: What a product by groups may be given besides.
+EXTRA = ("bias", "out_dtype")
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,17 @@ class FuseExperts(Pass):
         if not every and mesh.size("dp") == 1:
             return program
         left: list[tuple[fx.Node | None, str]] = []  # the ids of experts, and why
+        trials, done = dict[Any, Any](), set[fx.Node]()
         for node in list(program.graph.nodes):
-            if node.op != "call_function" or not node.users:
+            if node.op != "call_function" or not node.users or node in done:
                 continue
             kind = _Block if is_routed(node) else Loop if begins_loop(node) else None
             if kind is not None and (every or kind is Loop):
-                routing = kind(program, node, capacity=self.capacity)
+                routing = kind(program, node, capacity=self.capacity, trials=trials, done=done)
                 try:
                     routing.fuse()
                 except Unfit as error:
-                    left.append((routing.ids, _reason(node, error)))
+                    left.append((None if routing.partly else routing.ids, _reason(node, error)))
         _drop_unused(program)
         dense = fuse_dense(program, self.capacity) if every else ()
         left += [(None, _reason(node, why)) for node, why in dense]
@@ -108,7 +112,7 @@ def is_routed(node: fx.Node) -> bool:
     """Whether a node is a product by groups, or of rows with weights chosen for each."""
     if op_name(node.target) in GROUPED:
         return True
-    return op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None
+    return op_name(node.target) in CHOSEN and _chosen(node) is not None
 
 
 def _chosen(node: fx.Node) -> int | None:
@@ -121,7 +125,11 @@ def _chosen(node: fx.Node) -> int | None:
 
 
 def _unturned(node: fx.Node) -> fx.Node:
+    """What a node is, but for the order of the dimensions of each row, and its type."""
     while op_name(node.target) in ("transpose", "contiguous", "clone", "to", "_to_copy"):
+        rank = len(shape_of(node))
+        if op_name(node.target) == "transpose" and 0 in (node.args[1] % rank, node.args[2] % rank):
+            break
         node = node.args[0]
     return node
 
@@ -136,7 +144,8 @@ class _Block(Routing):
         self._find_routing()
         end, sums = self._find_end()
         leaves, inner = self._find_inner(end)
-        self._rewrite(end, sums, leaves, inner)
+        with self.or_nothing():
+            self._rewrite(end, sums, leaves, inner)
 
     # what the integers are
 
@@ -163,7 +172,14 @@ class _Block(Routing):
 
     def _flat_ids(self, of: fx.Node) -> fx.Node:
         """The vector of integers, one for each row, that an index or offsets are made of."""
-        for node in reversed(ancestors([of])):
+        waiting, seen = [of], set[fx.Node]()
+        while waiting:
+            node = waiting.pop()  # the last in the graph
+            if node in seen:
+                continue
+            seen.add(node)
+            for other in node.all_input_nodes:
+                insort(waiting, other)
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.is_floating_point():
                 continue
@@ -193,7 +209,8 @@ class _Block(Routing):
                 sums = self._sums(node, user)
                 if sums is not None:
                     return sums
-                stack.append(user)
+                if self._has_rows(user):
+                    stack.append(user)
         raise Unfit("rows that are not added up by token")
 
     def _sums(self, node: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -202,6 +219,8 @@ class _Block(Routing):
         if len(shape) != 2 or shape[0] != self.rows:
             return None
         if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
+            if argument(user, 4, "alpha", 1) != 1:
+                raise Unfit("rows that are added up times a number")
             if self.roles.get(user.args[2]) not in self.of_tokens:
                 return None
             if not is_zero(user.args[0]):
@@ -253,8 +272,12 @@ class _Block(Routing):
                 continue
             inner[node] = None
             if op_name(node.target) in GROUPED:
+                if any(a is not None for a in (*node.args[3:], *map(node.kwargs.get, EXTRA))):
+                    raise Unfit("products by groups with a bias, or of another type")
+                if len(shape_of(node.args[1])) != 3:
+                    raise Unfit("products of groups with each other")
                 stack.append(node.args[0])
-            elif op_name(node.target) in ("bmm", "matmul") and _chosen(node) is not None:
+            elif op_name(node.target) in CHOSEN and _chosen(node) is not None:
                 at = _chosen(node)
                 other = node.args[1 - at]  # type: ignore[operator]
                 if len(shape_of(other)) != 3 or shape_of(other)[2 if at == 0 else 1] != 1:
@@ -313,55 +336,59 @@ class _Block(Routing):
         escaping = [u for n in inner if n is not end for u in n.users if u not in own]
         if escaping:
             raise Unfit(f"{escaping[0].name} reads what experts have not finished")
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         source = next(s for kind, s in leaves.values() if kind == "rows")
         scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
-        late = max([source, self.ids, *scalars], key=order.__getitem__)
+        late = max([source, self.ids, *scalars])
         with self.after(late):
             made = self.dispatch(source, scalars)
-        early = [n for n in inner if order[n] < order[late]]
-        for node in sorted(early, key=order.__getitem__, reverse=True):
-            made["plan"].append(node)
-        for node in sorted(own, key=order.__getitem__):
-            with self.before(node):
-                self._moved(node, leaves.get(node), made)
+        new, last = dict[fx.Node, fx.Node](), made["plan"]
+        for node in sorted(own):
+            # where it stands, or where rows can be had
+            with self.before(node if node > last else last.next):
+                self.at = node
+                new[node] = self._of_rows(node, leaves.get(node), new, made)
+                self.see_rows(new[node], node)
+            last = max(last, new[node])
         tokens = sums.meta["val"]
         with self.before(sums):
-            plan = made["plan"]
-            value = end.meta["val"].new_empty(tokens.shape)
-            new = self.call(experts.combine, end, plan, value=value)
-            if value.dtype != tokens.dtype:
-                new = self.call(aten.to.dtype, new, tokens.dtype)
-        sums.replace_all_uses_with(new)
+            rows = self.cast(new[end], sums)
+            value = rows.meta["val"].new_empty(tokens.shape)
+            out = self.call(experts.combine, rows, made["plan"], value=value)
+            self.see_rows(rows, sums)
+        sums.replace_all_uses_with(out)
+        self.done |= own
 
-    def _moved(self, node: fx.Node, leaf: Any, made: dict[Any, fx.Node]) -> None:
-        """Put a node's counterpart on rows sorted by expert in its place."""
+    def _of_rows(
+        self, node: fx.Node, leaf: Any, new: dict[fx.Node, fx.Node], made: dict[Any, fx.Node]
+    ) -> fx.Node:
+        """A node's counterpart on rows sorted by expert."""
+        kind = op_name(node.target)
         if leaf is not None:
-            kind, source = leaf
-            if kind == "rows":
-                node.replace_all_uses_with(made["rows"])
-            elif kind == "scalar":
-                new = made[source]
-                for _ in shape_of(node)[1:]:
-                    new = self.call(aten.unsqueeze.default, new, -1)
-                node.replace_all_uses_with(
-                    new, delete_user_cb=lambda u: u.target is not experts.dispatch
-                )
-            else:
+            what, source = leaf
+            if what == "rows":
+                return made["rows"]
+            if what == "table":
                 value = node.meta["val"]
-                new = self.call(expert_rows, source, made["ends"], made["plan"], value=value)
-                node.replace_all_uses_with(new)
-        elif op_name(node.target) in GROUPED:
-            x, weight = node.args[:2]
+                return self.call(expert_rows, source, made["ends"], made["plan"], value=value)
+            column = made[source]
+            for _ in shape_of(node)[1:]:
+                column = self.call(aten.unsqueeze.default, column, -1)
+            return column
+        if kind in GROUPED:
+            x, weight = new[node.args[0]], node.args[1]
             value = node.meta["val"]
-            new = self.call(grouped_product, x, weight, made["ends"], value=value)
-            node.replace_all_uses_with(new)
-        elif op_name(node.target) in ("bmm", "matmul") and (at := _chosen(node)) is not None:
-            self._grouped(node, at, made)
+            return self.call(grouped_product, x, weight, made["ends"], value=value)
+        at = _chosen(node) if kind in CHOSEN else None
+        if at is not None:
+            return self._grouped(node, at, new, made)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+        return self.call(node.target, *args, value=node.meta["val"], **kwargs)
 
-    def _grouped(self, node: fx.Node, at: int, made: dict[Any, fx.Node]) -> None:
+    def _grouped(
+        self, node: fx.Node, at: int, new: dict[fx.Node, fx.Node], made: dict[Any, fx.Node]
+    ) -> fx.Node:
         """A product of every row with its expert's weights, as one by groups."""
-        chosen, other = node.args[at], node.args[1 - at]
+        chosen, other = node.args[at], new[node.args[1 - at]]
         weight = self._whole(chosen)
         if at == 0:  # w[o, i] x[i, 1]
             weight = self.call(aten.transpose.int, weight, 1, 2)
@@ -369,8 +396,7 @@ class _Block(Routing):
         x, w = row.meta["val"], weight.meta["val"]
         value = x.new_empty([x.shape[0], w.shape[2]])
         product = self.call(grouped_product, row, weight, made["ends"], value=value)
-        new = self.call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
-        node.replace_all_uses_with(new)
+        return self.call(aten.unsqueeze.default, product, 2 if at == 0 else 1)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The weights of all experts, turned as those of a row are."""

@@ -300,17 +300,20 @@ class Partitioner(Converter):
         known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
-            known, unfused = rule_for(self.source.target) is not None, self.program.unfused
+            why = (
+                "this op mixes rows of the batch, and a data rank holds its own rows only"
+                if rule_for(self.source.target) is not None
+                else "this op has no rule, so it is taken to need the whole batch at once"
+            )
+            for experts in self.program.unfused[:1]:  # what they select is what needs the batch
+                why = f"experts are not recognised in {experts}; so {why}"
             raise ShardingError(
                 message(
                     f"{op_name(self.source.target)} {module_path(self.source)}",
                     f"result {self.source.name}",
                     f"batch of {needed[0].size} rows over {','.join(self.batch_axes)}",
-                    "this op mixes rows of the batch, and a data rank holds its own rows only"
-                    if known
-                    else "this op has no rule, so it is taken to need the whole batch at once",
-                    "drop the data axes, or write it with other ops"
-                    + "".join(f"; experts are not recognised in {why}" for why in unfused[:1]),
+                    why,
+                    "drop the data axes, or write it with other ops",
                 )
             )
 

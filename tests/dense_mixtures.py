@@ -92,6 +92,14 @@ class Every(nn.Module):
         out = torch.einsum("td,edf->tef", x, self.up)
         return x + torch.einsum("te,ted->td", self.chosen(scores), F.relu(out))
 
+    def types(self, x, scores):
+        """Sums in other types than what is summed."""
+        hidden = self.hidden(x)
+        scale = hidden.square().mean(-1, keepdim=True, dtype=torch.float64) + 1e-5
+        hidden = (hidden.double() * scale.rsqrt()).to(x.dtype)
+        out = torch.einsum("teh,ehd->ted", hidden, self.down) * self.chosen(scores)[..., None]
+        return out.sum(1, dtype=torch.float64).to(x.dtype)
+
     def best(self, x, scores):
         """One expert a token."""
         given = F.one_hot(scores.argmax(-1), self.experts) * scores.softmax(-1)
@@ -177,6 +185,12 @@ class Every(nn.Module):
 
     # left as they are
 
+    def two_sums(self, x, scores):
+        """Experts and parts of what they give are added up at once."""
+        hidden = torch.einsum("td,edh->teh", x, self.up)
+        hidden = hidden.unflatten(2, (2, -1)) * self.chosen(scores)[..., None, None]
+        return hidden.sum((1, 2)) @ self.down[0, :12]
+
     def soft(self, x, scores):
         return self.summed(self.hidden(x), scores.softmax(-1))
 
@@ -211,11 +225,22 @@ OWN_TOKENS = ("argmax", "maximum", "one_place", "hot", "skipping")
 LOOPS = (*DENSE_LOOPS, *OWN_TOKENS, "detached")
 WITH_ROWS = ("in_rows", "loop_in_rows")
 DENSE = (
-    *("batched", "broadcast", "gated", "weighted_inputs", "in_rows", "folded", "square", "best"),
+    *(
+        "types",
+        "batched",
+        "broadcast",
+        "gated",
+        "weighted_inputs",
+        "in_rows",
+        "folded",
+        "square",
+        "best",
+    ),
     *DENSE_LOOPS,
 )
 #: What is said of those that are left.
 LEFT = {
+    "two_sums": "a sum over experts and over what they give",
     "soft": "experts that all have a weight for every token",
     "nearly_zero": "experts that count for tokens that have not chosen them",
     "straight_through": "experts that count for tokens that have not chosen them",
@@ -227,3 +252,78 @@ LEFT = {
 
 def feed_forward(width: int, inner: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+class Expert(nn.Module):
+    """One expert of a loop; ``form``: what is uncommon about it."""
+
+    def __init__(self, form: str, width: int = 16, inner: int = 24):
+        super().__init__()
+        self.form = form
+        self.up = nn.Parameter(torch.randn(width, inner) / 4)
+        self.bias = nn.Parameter(torch.randn(1, inner) / 4)
+        self.down = nn.Linear(inner, width)
+        self.scale = nn.Parameter(torch.rand(1) + 1)
+        self.shift = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.form)(x)
+
+    def factors(self, x):
+        """A product and what is added to it, each times a number."""
+        return self.down(F.silu(torch.addmm(self.bias, x, self.up, beta=2, alpha=0.5)))
+
+    def added(self, x):
+        return self.down(F.silu(torch.addmm(self.bias[0], x, self.up)))
+
+    def between(self, x):
+        """A dimension of one between rows and what they hold."""
+        return self.down(F.silu(x[:, None] @ self.up + self.bias[0])).squeeze(1)
+
+    def numbers(self, x):
+        """Parameters of one number."""
+        return self.down(F.silu(x @ self.up) * self.scale) + self.shift
+
+
+UNCOMMON = ("factors", "added", "between", "numbers")
+
+
+class Routed(nn.Module):
+    """Loops over experts that differ in how what was chosen is read; ``form``: how."""
+
+    def __init__(self, form: str, experts: int = 4, k: int = 2, width: int = 16, inner: int = 24):
+        super().__init__()
+        self.form, self.k, self.experts = form, k, experts
+        self.router = nn.Linear(width, experts, bias=False)
+        self.each = nn.ModuleList(feed_forward(width, inner) for _ in range(experts))
+        banks = experts if form == "two_banks" else 0
+        self.other = nn.ModuleList(feed_forward(width, inner) for _ in range(banks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k, -1)
+        return getattr(self, self.form)(tokens, weights, chosen).view_as(x)
+
+    def any_slot(self, x, weights, chosen):
+        """Positions of tokens by a mask; weights in another type than they are summed in."""
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.each):
+            hit = chosen == e
+            token = torch.where(hit.any(-1))[0]
+            given = (weights * hit).sum(-1).to(x.dtype)
+            out = out.index_add(0, token, expert(x[token]) * given[token, None])
+        return out
+
+    def two_banks(self, x, weights, chosen):
+        """Two layers of experts, by the same choice."""
+        weights = weights.to(x.dtype)
+        for bank in (self.each, self.other):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(bank):
+                token, slot = torch.where(chosen == e)
+                out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+            x = x + out
+        return x
+
+
+ROUTED = {"any_slot": 1, "two_banks": 2}

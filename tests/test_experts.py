@@ -12,18 +12,36 @@ import sympy
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
-from dense_mixtures import DENSE, LEFT, LOOPS, OWN_TOKENS, Every, feed_forward
+from dense_mixtures import (
+    DENSE,
+    LEFT,
+    LOOPS,
+    OWN_TOKENS,
+    ROUTED,
+    UNCOMMON,
+    Every,
+    Expert,
+    Routed,
+    feed_forward,
+)
 from expert_jobs import CASES
 from test_gloo import each, ranks_of
 from torch import nn
 from zoo import EXPERT_MESHES, batch, tiny
 
-from autoshard import autoshard, verify
+from autoshard import MeshSpec, autoshard, verify
+from autoshard.capture import capture
+from autoshard.chain import run
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
+from autoshard.expert_loops import Loop
+from autoshard.experts import dispatches
+from autoshard.routing import draw_ids
+from autoshard.rules import op_name
 from autoshard.runtime.dispatch import to_experts
 from autoshard.runtime.experts import expert_rows, grouped_product
 from passes import chain
+from passes.canonicalize import Canonicalize
 from passes.fuse_experts import FuseExperts
 
 assert transformers.integrations.moe
@@ -143,6 +161,15 @@ class Mixture(nn.Module):
         out = grouped_mm(inner, self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(tokens).index_add(0, order // self.k, out)
 
+    def added_twice(self, tokens, weights, chosen):
+        """The same, times a number: it is not recognised."""
+        order = chosen.reshape(-1).argsort(stable=True)
+        counts = F.one_hot(chosen.reshape(-1), self.experts).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = grouped_mm(tokens[order // self.k], self.up, ends)
+        out = grouped_mm(rows.relu(), self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out, alpha=2)
+
     def looked_up(self, tokens, weights, chosen):
         """Every row with its own expert's weights."""
         experts = chosen.reshape(-1)
@@ -181,7 +208,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
-        kind = Mixture if hasattr(Mixture, form) else Every
+        kind = next(kind for kind in (Mixture, Routed, Every) if hasattr(kind, form))
         self.mixture, self.head = kind(form, **sizes), nn.Linear(16, 32)
 
     def forward(self, ids, labels):
@@ -288,8 +315,167 @@ def test_a_loop_over_experts_that_mix_tokens():
     model = Model("chosen_first")
     for expert in model.mixture.each:
         expert[1] = nn.Softmax(0)
-    with pytest.raises(ShardingError, match="experts are not recognised in mixture: softmax"):
+    with pytest.raises(ShardingError, match="why: experts are not recognised in mixture: softmax"):
         verify(model, "ep=2", tokens(), steps=1)
+
+
+def with_experts(experts) -> nn.Module:
+    model = Model("chosen_first")
+    model.mixture.each = nn.ModuleList(experts)
+    return model
+
+
+@pytest.mark.parametrize("form", UNCOMMON)
+def test_a_loop_over_uncommon_experts(form):
+    """Each computes with all that its ops were given."""
+    report = verify(with_experts(Expert(form) for _ in range(4)), "ep=2", tokens(), steps=2)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+@pytest.mark.parametrize("sizes", [{}, {"k": 3}, {"experts": 9}, {"k": 1}], ids=str)
+@pytest.mark.parametrize("form", ROUTED)
+def test_loops_by_what_was_chosen(form, sizes):
+    report = verify(Model(form, **sizes), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == ROUTED[form]
+
+
+def test_all_experts_for_every_token():
+    report = verify(Model("chosen_first", experts=3, k=3), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_a_bank_that_is_not_recognised():
+    """The other one is; and it is said why."""
+    model = Model("two_banks")
+    for expert in model.mixture.other:
+        expert[1] = nn.Softmax(0)
+    with pytest.raises(ShardingError, match="why: experts are not recognised in mixture: softmax"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_weights_rounded_on_the_way():
+    """They are summed in float32 and used in bfloat16, as the rewritten graph uses them. Where they
+    are rounded before, they are not the same."""
+    model = Model("any_slot").to(torch.bfloat16)
+    assert len(autoshard(model, "ep=2", tokens()).program.mixtures) == 1
+
+    class Rounded(Routed):
+        def any_slot(self, x, weights, chosen):
+            return super().any_slot(x, weights.to(torch.bfloat16).float(), chosen)
+
+        def two_banks(self, x, weights, chosen):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.each):
+                hit = chosen == e
+                token = torch.where(hit.any(-1))[0]
+                given = (weights * hit).sum(-1).to(torch.bfloat16).float()
+                out = out.index_add(0, token, expert(x[token]) * given[token, None])
+            return out
+
+    model.mixture = Rounded("any_slot").to(torch.bfloat16)
+    assert len(autoshard(model, "ep=2", tokens()).program.mixtures) == 1
+    model = Model("any_slot")
+    model.mixture = Rounded("two_banks")
+    with pytest.raises(ShardingError, match="numbers of tokens that are not one for each"):
+        autoshard(model, "ep=2", tokens())
+
+
+@pytest.mark.parametrize("count, k", [(4, 1), (4, 2), (8, 2), (9, 8), (128, 8)])
+def test_ids_of_a_trial(count, k):
+    ids = draw_ids(2 * count, count, k, torch.Generator().manual_seed(0))
+    assert all(len(row.unique()) == k for row in ids)
+    assert len(ids.unique()) == count
+
+
+def test_rows_that_are_added_up_times_a_number():
+    program = run(
+        capture(Model("added_twice"), MeshSpec(ep=2), tokens())[0], [Canonicalize(), FuseExperts()]
+    )
+    assert program.unfused == ["mixture: rows that are added up times a number"] * 2
+    assert not dispatches(program.graph)
+
+
+def test_sums_in_other_types():
+    """As the model has them, where it is not run in float64 to be verified."""
+    program = autoshard(Model("types"), "ep=2", tokens()).program
+    assert len(program.mixtures) == 1
+    kept = [n for n in program.graph.nodes if n.kwargs.get("dtype") is torch.float64]
+    assert [op_name(n.target) for n in kept if op_name(n.target) == "mean"]
+
+
+def test_gates_are_no_experts(monkeypatch):
+    """It costs nothing to see that."""
+
+    class Gates(Model):
+        def forward(self, ids, labels):
+            x = self.embed(ids)
+            x = x * self.mixture.router(x).sigmoid().repeat(1, 1, 4) + x.softmax(-1) * x
+            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    monkeypatch.setattr("autoshard.dense_experts.infer_axes", None)
+    assert not autoshard(Gates("soft"), "ep=2", tokens()).program.unfused
+
+
+def as_on_gpus(program) -> None:
+    """What capture gives there: a count of int32, for which the CPU has no kernel; and devices."""
+    cuda = torch.device("cuda")
+    for node in program.graph.nodes:
+        if op_name(node.target) == "histc":
+            (cast,) = node.all_input_nodes
+            cast.kwargs = {"dtype": torch.int32}
+            for each in (cast, node):
+                each.meta["val"] = each.meta["val"].to(torch.int32)
+        if "device" in node.kwargs or op_name(node.target) in ("arange", "zeros_like", "full_like"):
+            node.kwargs = {**node.kwargs, "device": cuda}
+
+
+@pytest.mark.parametrize("form", ["mixtral", "chosen_first", "everywhere", "any_slot"])
+def test_as_captured_on_gpus(form):
+    model, given = (tiny(form), batch()) if form == "mixtral" else (Model(form), tokens())
+    program = run(capture(model, MeshSpec(ep=2), given)[0], [Canonicalize()])
+    devices = sum("device" in node.kwargs for node in program.graph.nodes)
+    assert devices or form != "everywhere"
+    as_on_gpus(program)
+    program = run(program, [FuseExperts()])
+    assert not program.unfused
+    assert len(dispatches(program.graph)) == (2 if form == "mixtral" else 1)
+
+
+def test_a_loop_over_experts_of_different_sizes():
+    model = with_experts(feed_forward(16, 16 + 8 * e) for e in range(4))
+    with pytest.raises(ShardingError, match="mixture: experts of different sizes"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+def test_a_rewriting_that_fails_leaves_the_graph(monkeypatch):
+    """What is not foreseen is a reason to leave a mixture as it is."""
+
+    def fails(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(Loop, "_stack", fails)
+    with pytest.raises(ShardingError, match=r"on rows of all of them \(no such thing\)"):
+        verify(Model("chosen_first"), "ep=2", tokens(), steps=1)
+    report = verify(Model("loop"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 0
+
+
+def test_a_mixture_after_many_ops():
+    """The network before it is not walked op by op."""
+
+    class Deep(Model):
+        def forward(self, ids, labels):
+            x = self.embed(ids)
+            for _ in range(1000):
+                x = x * 1.001
+            x = x + self.mixture(x) * x.mean()
+            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    assert len(autoshard(Deep("chosen_first"), "ep=2", tokens()).program.mixtures) == 1
 
 
 def test_a_loop_that_cannot_be_captured():
