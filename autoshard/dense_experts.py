@@ -375,7 +375,10 @@ class _Trial:
         return ids
 
     def _shape(self, node: fx.Node) -> list[int]:
-        return [s if isinstance(s, int) else int(s.subs(self.sizes)) for s in shape_of(node)]
+        sides = [s if isinstance(s, int) else s.subs(self.sizes) for s in shape_of(node)]
+        if any(getattr(side, "free_symbols", ()) for side in sides):
+            raise Unfit("tokens whose number only the data tell")
+        return [int(side) for side in sides]
 
     def value(self, node: fx.Node) -> Any:
         if node not in self.known:

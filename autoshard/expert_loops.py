@@ -243,30 +243,46 @@ class Loop(Routing):
             else:
                 needed[each] = None
                 stack += each.all_input_nodes
-        chosen = self.known[self.ids].view(-1, self.k)
+        same = len(sources) == 1 and _rounds_once([*sources, *sorted(needed)], node)
+        order = sorted(needed)
+        for known in (self.known, self.crowded):
+            same = same and self._are_weights(node, expert, list(sources), order, known)
+        if not same:
+            raise Unfit("numbers of tokens that are not one for each of their experts")
+        return next(iter(sources))
+
+    def _are_weights(
+        self,
+        node: fx.Node,
+        expert: int,
+        sources: list[fx.Node],
+        needed: list[fx.Node],
+        known: dict[fx.Node, Any],
+    ) -> bool:
+        """Whether a node made of ``sources`` has for every token the number that is an expert's, in
+        a trial, and the gradients of that."""
+        chosen = known[self.ids].view(-1, self.k)
         trial = torch.linspace(1, 2, chosen.numel(), dtype=torch.float64).view(chosen.shape)
         trial.requires_grad_()
-        env = {n: _exact(value) for n, value in self.known.items()}
+        env = {n: _exact(value) for n, value in known.items()}
         for each in sources:
             env[each] = trial if len(shape_of(each)) == 2 else trial[:, 0]
         has = (chosen == expert).any(-1)
         wanted = (trial * (chosen == expert)).sum(-1)[has]
         try:
-            for each in sorted(needed):
+            for each in needed:
                 args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
                 env[each] = _in_float64(each, args, kwargs)
             made = env[node].view(-1)[has]
+            if not len(wanted) and known is self.crowded:
+                return True  # no token has chosen it there
             same = len(wanted) > 0 and torch.allclose(made, wanted, rtol=1e-12)
             by = torch.linspace(2, 3, len(wanted), dtype=torch.float64)
             (grad,) = torch.autograd.grad((made * by).sum(), trial)
             (own,) = torch.autograd.grad((wanted * by).sum(), trial)
-            same = same and torch.allclose(grad, own, rtol=1e-12)
+            return same and torch.allclose(grad, own, rtol=1e-12)
         except Exception:  # it cannot be run: nothing is known of it
-            same = False
-        same = same and _rounds_once([*sources, *sorted(needed)], node)
-        if not same or len(sources) != 1:
-            raise Unfit("numbers of tokens that are not one for each of their experts")
-        return next(iter(sources))
+            return False
 
     def _of_slots(self, node: fx.Node) -> bool:
         """Whether there is a number for each expert of a token."""

@@ -19,7 +19,7 @@ from torch import fx
 
 from autoshard import experts
 from autoshard.infer import expression
-from autoshard.masks import of_sizes, run
+from autoshard.masks import numbers_in, of_sizes, run
 from autoshard.program import Program, tensor_results
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
@@ -34,6 +34,8 @@ TOKENS = 5
 
 #: Ops that choose among the last dimension of what they are given.
 CHOICES = frozenset("topk argmax sort argsort max multinomial".split())
+#: Slots that a routing is tried with at most; numbers from which on it has no limit.
+MANY, NO_LIMIT = 2**16, 2**31
 #: How often ids are drawn until they tell experts apart.
 DRAWS = 20
 
@@ -173,6 +175,10 @@ def never_twice(ids: fx.Node) -> bool:
     return op_name(best.target) in kinds and _chosen_dim(best) in (-1, last)
 
 
+def _tensors(values: dict[fx.Node, Any]) -> dict[fx.Node, torch.Tensor]:
+    return {node: x for node, x in values.items() if isinstance(x, torch.Tensor)}
+
+
 def _numbers(value: torch.Tensor) -> Any:
     """What two tensors of equal numbers have in common."""
     return tuple(value.shape), value.double().numpy().tobytes(), value.dtype is torch.bool
@@ -184,8 +190,9 @@ class Routing:
 
     ids: ``[t, k]``, of every token its experts, or ``[t]`` of one; count: of experts; k: experts of
     a token; roles: of the nodes computed from them, by what they are; known: their values in a
-    trial; capacity, skips: of `autoshard.experts.dispatch`; trials: those of other mixtures, by
-    their ids and number of experts; done: nodes that need not be looked at again.
+    trial, ``crowded`` in another; capacity, skips: of `autoshard.experts.dispatch`; trials: those
+    of other mixtures, by their ids and number of experts; done: nodes that need not be looked at
+    again.
     """
 
     program: Program
@@ -197,6 +204,7 @@ class Routing:
     skips: bool = False
     roles: dict[fx.Node, Any] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)
+    crowded: dict[fx.Node, Any] = field(default_factory=dict)
     trials: dict[Any, Any] = field(default_factory=dict)
     done: set[fx.Node] = field(default_factory=set)
     partly: bool = False  # some of what reads the ids is fused
@@ -212,12 +220,17 @@ class Routing:
         """Give what depends on the experts of tokens, and on nothing else but sizes, its role."""
         key = self.ids, self.count
         if key not in self.trials:
-            self._try()
-            self.trials[key] = self.k, self.known, self.roles
-        self.k, self.known, self.roles = self.trials[key]
+            sizes, ids = self._drawn()
+            self.k = ids.shape[-1] if ids.ndim > 1 else 1
+            self.known, self.roles = self._run(sizes, ids), {}
+            self._name_roles(ids.reshape(-1))
+            self.crowded = self._run(*self._all_to_few())
+            self._confirm_roles()
+            self.trials[key] = self.k, self.known, self.crowded, self.roles
+        self.k, self.known, self.crowded, self.roles = self.trials[key]
 
-    def _try(self) -> None:
-        sizes, ids = self._drawn()
+    def _run(self, sizes: dict[Any, int], ids: torch.Tensor) -> dict[fx.Node, Any]:
+        """The values, for these ids, of what is computed from them and from sizes alone."""
         env: dict[fx.Node, Any] = {self.ids: ids}
         waiting, seen = sorted(self.ids.users), set[fx.Node]()
         while waiting:
@@ -238,8 +251,31 @@ class Routing:
                 continue
             for user in node.users:
                 heappush(waiting, user)
-        self.k, self.known, self.roles = (ids.shape[-1] if ids.ndim > 1 else 1), env, {}
-        self._name_roles(ids.reshape(-1))
+        return env
+
+    def _all_to_few(self) -> tuple[dict[Any, int], torch.Tensor]:
+        """Sizes and ids of another trial: all tokens choose the same experts, and are more than any
+        number in the code. A limit of how many an expert takes shows there."""
+        numbers = [n for n in numbers_in(self.program, self.known) if n < NO_LIMIT]
+        most, tokens = max(numbers, default=0), TOKENS
+        while True:
+            sizes, sides = self._trial_sizes(tokens)
+            slots = math.prod(sides)
+            if slots > (most + 2) * self.k or tokens > most + 2:
+                break
+            tokens *= 2
+        if slots > MANY:
+            raise Unfit(f"a routing with the number {most}, more than it is tried with")
+        few = torch.arange(self.k) % self.count
+        return sizes, few.repeat(slots // self.k).view(sides)
+
+    def _trial_sizes(self, tokens: int) -> tuple[dict[Any, int], list[int]]:
+        """Values of the sizes that are free, and the shape of ids then."""
+        sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
+        sides = [s if isinstance(s, int) else s.subs(sizes) for s in shape_of(self.ids)]
+        if any(getattr(side, "free_symbols", ()) for side in sides):
+            raise Unfit("tokens whose number only the data tell")
+        return sizes, [int(side) for side in sides]
 
     def _drawn(self) -> tuple[dict[Any, int], torch.Tensor]:
         """Sizes for a trial, and ids of experts: of each expert some, and no two of the same
@@ -247,9 +283,7 @@ class Routing:
         generator = torch.Generator().manual_seed(0)
         last = None
         for times in (0, 1, 2, 4, 8):
-            tokens = max(TOKENS, times * self.count)
-            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
-            sides = [s if isinstance(s, int) else int(s.subs(sizes)) for s in shape_of(self.ids)]
+            sizes, sides = self._trial_sizes(max(TOKENS, times * self.count))
             if sides == last or (times < 8 and math.prod(sides) < 2 * self.count):
                 continue
             last, k = sides, sides[-1] if len(sides) > 1 else 1
@@ -262,33 +296,45 @@ class Routing:
         return sizes, ids.view(sides)
 
     def _name_roles(self, flat: torch.Tensor) -> None:
+        names: dict[Any, Any] = {}
+        for role, value in self._named_values(flat, self.known):
+            names.setdefault(_numbers(value), role)
+        for node, value in _tensors(self.known).items():
+            if (number := _numbers(value)) in names:
+                self.roles[node] = names[number]
+
+    def _confirm_roles(self) -> None:
+        """Take a role away from what does not have it in the other trial."""
+        flat = self.crowded[self.ids].reshape(-1)
+        right = {(role, _numbers(value)) for role, value in self._named_values(flat, self.crowded)}
+        values = _tensors(self.crowded)
+        for node, role in list(self.roles.items()):
+            if node not in values or (role, _numbers(values[node])) not in right:
+                del self.roles[node]
+
+    def _named_values(
+        self, flat: torch.Tensor, known: dict[fx.Node, Any]
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The roles that integers may have, with their values; of those of one value the first."""
         n, k = len(flat), self.k
-        found = {v: x for v, x in self.known.items() if isinstance(x, torch.Tensor)}
+        found = _tensors(known)
         places, in_order = torch.arange(n), flat.sort().values
         counts = torch.bincount(flat, minlength=self.count)
-        known = {
-            "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
-            "offsets": counts.cumsum(0),
-        }  # fmt: skip
         for order in found.values():
             every = order.shape == (n,) and torch.equal(order.sort().values, places)
             if every and torch.equal(flat[order.long()], in_order):
-                own = {"order": order, "token": order // k, "slot": order % k}
-                known = own | {"inverse": order.argsort()} | known
+                yield from {"order": order, "token": order // k, "slot": order % k}.items()
+                yield "inverse", order.argsort()
                 break
-        roles: dict[Any, Any] = {}
-        for role, value in known.items():
-            roles.setdefault(_numbers(value), role)
-        parts = self._parts_of_experts(flat)
-        for node, value in found.items():
-            what = roles.get(_numbers(value)) or parts.get(_numbers(value))
-            if what is not None:
-                self.roles[node] = what
+        yield from {
+            "ids": flat, "sorted": in_order, "repeated": places // k, "place": places % k,
+            "offsets": counts.cumsum(0),
+        }.items()  # fmt: skip
+        yield from self._parts_of_experts(flat)
 
-    def _parts_of_experts(self, flat: torch.Tensor) -> dict[Any, tuple[str, int]]:
+    def _parts_of_experts(self, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
         """The tokens of each expert, as positions or a mask, and at which slot they have it."""
-        k, roles = self.k, dict[Any, tuple[str, int]]()
-        slots = dict[Any, tuple[str, int]]()
+        k, slots = self.k, []
         for expert in range(self.count):
             by_token = (flat == expert).nonzero()[:, 0]
             by_slot = by_token[(by_token % k).argsort(stable=True)]
@@ -296,10 +342,9 @@ class Routing:
             has = (flat == expert).view(-1, k).any(1)
             masks = [has] if k == 1 or never_twice(self.ids) else []
             for value in (by_token // k, by_slot // k, *masks):
-                roles.setdefault(_numbers(value), ("tokens", expert))
-            for value in (by_token % k, by_slot % k):
-                slots.setdefault(_numbers(value), ("slots", expert))
-        return slots | roles
+                yield ("tokens", expert), value
+            slots += [(("slots", expert), value) for value in (by_token % k, by_slot % k)]
+        yield from slots
 
     def by_token(self, node: fx.Node) -> fx.Node:
         """[t, k] of a vector of numbers, one for each row; the vector where it is not made so."""

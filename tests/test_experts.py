@@ -611,3 +611,77 @@ def test_a_limit_of_counts_is_of_all_rows(mesh):
     model.mixture = Limited("added")
     with pytest.raises(ShardingError, match="where the rows of each expert end"):
         verify(model, mesh, tokens(), steps=1)
+
+
+class WithRoom(Mixture):
+    """An expert takes the first 8 tokens that chose it, of all."""
+
+    def __init__(self, form: str):
+        super().__init__("chosen_first")
+        self.form = form
+
+    def first_of(self, tokens, weights, chosen):
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            token, slot = (i[:8] for i in torch.where(chosen == e))
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return out
+
+    def counted(self, tokens, weights, chosen):
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.each):
+            mask = chosen == e
+            kept = mask & (mask.any(-1).cumsum(0) <= 8)[:, None]
+            own = mask.any(-1)
+            out[own] += expert(tokens[own]) * (weights * kept).sum(-1)[own, None]
+        return out
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
+@pytest.mark.parametrize("form", ["first_of", "counted"])
+def test_a_limit_that_few_tokens_do_not_reach(form, mesh):
+    """It is no part of a routing that may be left out, however few tokens it is tried with."""
+    model = Model("chosen_first")
+    model.mixture = WithRoom(form)
+    with pytest.raises(ShardingError, match="experts are not recognised in mixture"):
+        verify(model, mesh, tokens(), steps=1)
+
+
+class Inside(nn.Module):
+    """An expert that is a mixture itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = Mixture("chosen_first", experts=2, k=1)
+
+    def forward(self, x):
+        return self.mixture(x)
+
+
+def test_a_mixture_inside_an_expert():
+    """Its tokens are as many as the data tell: it is refused by name."""
+    model = Model("chosen_first")
+    model.mixture.each = nn.ModuleList(Inside() for _ in range(4))
+    with pytest.raises(ShardingError, match="experts are not recognised in mixture"):
+        verify(model, "ep=2", tokens(), steps=1)
+
+
+class Unweighted(Mixture):
+    """Nothing follows the last product of an expert but the way back."""
+
+    def added(self, tokens, weights, chosen):
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        rows = tokens[order // self.k] * weights.reshape(-1)[order].unsqueeze(-1)
+        out = grouped_mm(F.gelu(grouped_mm(rows, self.up, ends)), self.down, ends)
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "cp=2", "ep=2,tp=2"])
+def test_weights_before_the_experts(mesh):
+    model = Model("added")
+    model.mixture = Unweighted("added")
+    report = verify(model, mesh, tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
