@@ -281,19 +281,19 @@ class Routing:
         """Sizes for a trial, and ids of experts: of each expert some, and no two of the same
         tokens. More tokens than a few only where experts would go without."""
         generator = torch.Generator().manual_seed(0)
-        last = None
-        for times in (0, 1, 2, 4, 8):
-            sizes, sides = self._trial_sizes(max(TOKENS, times * self.count))
-            if sides == last or (times < 8 and math.prod(sides) < 2 * self.count):
-                continue
-            last, k = sides, sides[-1] if len(sides) > 1 else 1
+        tokens, last = TOKENS, None
+        while True:
+            sizes, sides = self._trial_sizes(tokens)
+            k = sides[-1] if len(sides) > 1 else 1
             # where all are chosen by all, only choosing some twice tells them apart
             apart = k < self.count and never_twice(self.ids)
             for _ in range(DRAWS):
                 ids = draw_ids(math.prod(sides) // k, self.count, k, generator, apart)
-                if tells_apart(ids, self.count):
+                if math.prod(sides) >= 2 * self.count and tells_apart(ids, self.count):
                     return sizes, ids.view(sides)
-        return sizes, ids.view(sides)
+            if sides == last or tokens > 8 * self.count:  # there are no more, or enough
+                return sizes, ids.view(sides)
+            tokens, last = 2 * tokens, sides
 
     def _name_roles(self, flat: torch.Tensor) -> None:
         names: dict[Any, Any] = {}

@@ -347,6 +347,12 @@ def test_all_experts_for_every_token():
     assert ways(report) == 1
 
 
+def test_many_experts():
+    """All are told apart, though several tokens choose the same ones."""
+    model = Model("chosen_first", experts=64, k=8)
+    assert len(autoshard(model, "ep=2", tokens()).program.mixtures) == 1
+
+
 def test_a_bank_that_is_not_recognised():
     """The other one is; and it is said why."""
     model = Model("two_banks")
