@@ -30,6 +30,7 @@ from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import REPLICATING_AXES
 from autoshard.program import Conversion, Program, Unit, copied
+from autoshard.runtime.gather import slice_shape
 from autoshard.runtime.sections import entries, trainable
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.segments import Segment, begins, segments
@@ -69,7 +70,23 @@ class Zero(Pass):
         }
         if moved:
             self._write(program, moved)
+        self._tell_of_few_rows(program)
         return program
+
+    def _tell_of_few_rows(self, program: Program) -> None:
+        """Shards are pieces of dim 0: of few experts on a rank some ranks get none."""
+        mesh, few = program.mesh, dict[tuple[str, int], list[str]]()
+        for parameter in program.parameters().values():
+            ranks = mesh.size(parameter.zero)
+            rows, *rest = slice_shape(parameter, mesh, 0) or (ranks,)
+            if rows < ranks and math.prod(rest) > 1:
+                few.setdefault((",".join(parameter.zero), rows), []).append(parameter.name)
+        for (axes, rows), names in few.items():
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            program.notes.append(
+                f"zero: {', '.join(names[:2])}{more} have {rows} in dim 0, for "
+                f"{mesh.size(tuple(axes.split(',')))} ranks of {axes}: the others hold none of them"
+            )
 
     def _refuse_what_is_wrong(self, program: Program) -> None:
         wrong = []

@@ -691,3 +691,9 @@ def test_weights_before_the_experts(mesh):
     report = verify(model, mesh, tokens(), steps=1)
     assert report.ok, report
     assert ways(report) == 1
+
+
+def test_fewer_experts_than_ranks_that_share_them_out_are_told():
+    sharded = autoshard(Model("added"), "dp=4,ep=2", tokens(8))
+    told = "zero: mixture.up, mixture.down have 2 in dim 0, for 4 ranks of dp"
+    assert [note for note in sharded.program.notes if note.startswith(told)]
