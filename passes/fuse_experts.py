@@ -39,7 +39,7 @@ from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
 from autoshard.scores import VIEWS
-from autoshard.stacks import keep_stacked
+from autoshard.stacks import join_parts, keep_stacked
 
 aten = torch.ops.aten
 
@@ -65,7 +65,8 @@ class FuseExperts(Pass):
         every = wanted or mesh.size("ep") * mesh.size("cp") > 1
         if not every and mesh.size("dp") == 1:
             return program
-        left: list[tuple[fx.Node | None, str]] = []  # the ids of experts, and why
+        # a product that is none of a mixture that is fused, the ids of experts, and why
+        left: list[tuple[fx.Node | None, fx.Node | None, str]] = []
         trials, done = dict[Any, Any](), set[fx.Node]()
         for node in list(program.graph.nodes):
             if node.op != "call_function" or not node.users or node in done:
@@ -76,13 +77,21 @@ class FuseExperts(Pass):
                 try:
                     routing.fuse()
                 except Unfit as error:
-                    left.append((None if routing.partly else routing.ids, _reason(node, error)))
+                    ids = None if routing.partly else routing.ids
+                    product = node if kind is _Block else None
+                    left.append((product, ids, _reason(node, error)))
         _drop_unused(program)
         dense = fuse_dense(program, self.capacity) if every else ()
-        left += [(None, _reason(node, why)) for node, why in dense]
+        left += [(None, None, _reason(node, why)) for node, why in dense]
+        join_parts(program.graph)
         _drop_unused(program)
         taken = {chosen_by(node.args[1]) for node in dispatches(program.graph)}
-        program.unfused = [why for ids, why in left if ids is None or chosen_by(ids) not in taken]
+        present = {None, *program.graph.nodes}
+        program.unfused = [
+            why
+            for product, ids, why in left
+            if product in present and (ids is None or chosen_by(ids) not in taken)
+        ]
         if self.capacity is not None and (program.unfused or not dispatches(program.graph)):
             raise ShardingError(
                 message(

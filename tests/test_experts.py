@@ -195,6 +195,42 @@ class Mixture(nn.Module):
             out[own] += expert(tokens[own]) * (weights * mask).sum(-1)[own, None]
         return out
 
+    def indexed(self, tokens, weights, chosen):
+        """A loop over experts that takes parts of stacked parameters, by index and by unbind."""
+        out, down = torch.zeros_like(tokens), self.down.unbind()
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ self.up[e]) @ down[e]
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def split(self, tokens, weights, chosen):
+        """Parts of one by split and by slice, turned."""
+        out, up = torch.zeros_like(tokens), self.up.split(1)
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ up[e].squeeze(0))
+            inner = F.linear(inner, self.down[e : e + 1][0].T)
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def reversed(self, tokens, weights, chosen):
+        """Parts in another order, and all of them but one twice."""
+        out = torch.zeros_like(tokens)
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ self.up[-1 - e]) @ self.down[max(e, 1)]
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def indexed_everywhere(self, tokens, weights, chosen):
+        """Every expert computes every token, in a loop by index."""
+        given = torch.zeros(tokens.shape[0], self.experts, dtype=weights.dtype)
+        given, out = given.scatter(1, chosen, weights), 0
+        for e in range(self.experts):
+            out = out + (F.gelu(tokens @ self.up[e]) @ self.down[e]) * given[:, e, None]
+        return out
+
     def everywhere(self, tokens, weights, chosen):
         """Every expert computes every token."""
         given = torch.zeros(tokens.shape[0], self.experts, dtype=weights.dtype)
@@ -525,6 +561,30 @@ def test_a_loop_whose_weights_learn_nothing():
     """It is not taken for one whose weights do."""
     with pytest.raises(ShardingError, match="numbers of tokens that are not one for each"):
         verify(Model("detached"), "ep=2", tokens(), steps=1)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2"])
+@pytest.mark.parametrize("form", ["indexed", "split", "indexed_everywhere"])
+def test_a_loop_over_parts_of_stacked_parameters(form, mesh):
+    """They are cut as they are."""
+    report = verify(Model(form), mesh, tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    for name in ("mixture.up", "mixture.down"):
+        assert layouts(report, name)["ep"].role == "experts"
+
+
+def test_parts_in_another_order():
+    report = verify(Model("reversed"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    assert layouts(report, "mixture.up")["ep"] == "R"
+
+
+def test_a_product_in_a_loop_is_no_mixture_of_its_own():
+    program = autoshard(Model("indexed"), "ep=2", tokens(), expert_capacity=1.25).program
+    assert len(program.mixtures) == 1
+    assert not program.unfused
 
 
 @pytest.mark.parametrize("form", LEFT)
