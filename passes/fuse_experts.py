@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +33,22 @@ from autoshard.errors import ShardingError, message
 from autoshard.expert_loops import Loop, begins_loop
 from autoshard.experts import dispatches
 from autoshard.infer import expression
+from autoshard.masks import descendants, of_sizes
 from autoshard.program import Program, module_path, shallow, tensor_results
-from autoshard.routing import Routing, Unfit, choice, chosen_by, is_zero, lookup, shape_of
+from autoshard.routing import (
+    TOKENS,
+    Routing,
+    Unfit,
+    choice,
+    chosen_by,
+    is_zero,
+    lookup,
+    shape_of,
+)
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
-from autoshard.scores import VIEWS
+from autoshard.scores import COPIES, VIEWS
 from autoshard.stacks import join_parts, keep_stacked
 
 aten = torch.ops.aten
@@ -148,6 +158,8 @@ class _Block(Routing):
     """A mixture of experts with sorted rows or chosen weights; ``at`` is a product inside it."""
 
     rows: Any = None  # how many: t k
+    sorted: bool = True  # whether they are, by expert
+    weighing: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # see `_weighs`
 
     def fuse(self) -> None:
         self._find_routing()
@@ -178,6 +190,7 @@ class _Block(Routing):
         self.classify()
         if self.roles.get(of) not in ("offsets", "ids", "sorted"):
             raise Unfit("an order of tokens that is not by expert")
+        self.sorted = self.roles[of] != "ids"
 
     def _flat_ids(self, of: fx.Node) -> fx.Node:
         """The vector of integers, one for each row, that an index or offsets are made of."""
@@ -215,6 +228,7 @@ class _Block(Routing):
                 if user in seen or not tensor_results(user):
                     continue
                 seen.add(user)
+                self.weighing.clear()
                 sums = self._sums(node, user)
                 if sums is not None:
                     return sums
@@ -235,8 +249,8 @@ class _Block(Routing):
             if not is_zero(user.args[0]):
                 return None
             return node, user
-        rows, looked = node, lookup(user)
-        if looked is not None and looked[0] is node and self.roles.get(looked[1]) == "inverse":
+        rows = node
+        if self._unsorts(node, user):
             following = [u for u in user.users if is_tensor(u)]
             if len(following) != 1:
                 return None
@@ -247,18 +261,58 @@ class _Block(Routing):
             if self.k == 1:  # a token has one row
                 return rows, node
             return None
-        summed = [u for u in user.users if is_tensor(u)]
-        if len(summed) != 1 or op_name(summed[0].target) != "sum":
+        while True:
+            following = [u for u in user.users if is_tensor(u)]
+            if len(following) != 1:
+                return None
+            node, user = user, following[0]
+            if self._weighs(node, user) and op_name(user.target) in CHOSEN:
+                return rows, user
+            if user not in self.weighing:
+                break
+        if op_name(user.target) != "sum" or argument(user, 2, "keepdim", False):
             return None
-        dims = argument(summed[0], 1, "dim")
-        if list(dims) not in ([1], [-2]) or argument(summed[0], 2, "keepdim", False):
-            return None
-        return rows, summed[0]
+        return (rows, user) if list(argument(user, 1, "dim")) in ([1], [-2]) else None
+
+    def _unsorts(self, rows: fx.Node, user: fx.Node) -> bool:
+        """Whether ``user`` is the sorted rows by token."""
+        looked = lookup(user)
+        if looked is not None:
+            return looked[0] is rows and self.roles.get(looked[1]) == "inverse"
+        kind = op_name(user.target)
+        if kind == "index_put":
+            put = list(user.args[1]), user.args[2], argument(user, 3, "accumulate", False)
+        elif kind == "index_copy":
+            put = [user.args[2]], user.args[3], argument(user, 1, "dim") != 0
+        else:
+            return False
+        if put[1] is not rows or put[2] or [self.roles.get(i) for i in put[0]] != ["order"]:
+            return False
+        blank = op_name(user.args[0].target)
+        return shape_of(user) == shape_of(rows) and (is_zero(user.args[0]) or "empty" in blank)
+
+    def _weighs(self, rows: fx.Node, user: fx.Node) -> bool:
+        """Whether ``user`` turns the rows ``[t, k, d]`` of tokens into others, each row for itself:
+        into another type, or times a number; or adds them up times numbers by a product of
+        matrices. ``self.weighing``: these numbers."""
+        kind, numbers = op_name(user.target), None
+        if kind in CHOSEN and user.args[1] is rows:
+            numbers, shape = user.args[0], (self.token_shape[0], 1, self.k)
+        elif kind == "mul" and len(user.args) == 2:
+            numbers, shape = user.args[user.args[0] is rows], (*self.token_shape, 1)
+        elif kind not in ("to", "_to_copy") or len(user.all_input_nodes) != 1:
+            return False
+        if numbers is not None and (not is_tensor(numbers) or shape_of(numbers) != shape):
+            return False
+        self.weighing[user] = None if numbers is None else self.by_token(numbers)
+        return True
 
     @property
     def of_tokens(self) -> tuple[str, ...]:
         """The roles of integers that say which token a row is of."""
-        return ("token", "repeated", *(("order",) if self.k == 1 else ()))
+        if not self.sorted:
+            return ("repeated",)
+        return ("token", *(("order",) if self.k == 1 else ()))
 
     @property
     def sorted_rows(self) -> bool:
@@ -314,11 +368,14 @@ class _Block(Routing):
     def _leaf(self, node: fx.Node) -> tuple[str, Any] | None:
         kind, looked = op_name(node.target), lookup(node)
         if looked is not None:
-            source, role = looked[0], self.roles.get(looked[1])
+            source, role = looked[0], self._role(looked[1])
             if role in self.of_tokens and len(shape_of(source)) == 2:
                 return "rows", source
-            if role == "order" and len(shape_of(source)) == 1:
+            if role == "order" and set(shape_of(source)[1:]) <= {1}:
                 return "scalar", self.by_token(source)
+            tokens = self._repeated(source) if role == "order" else None
+            if tokens is not None:
+                return "rows", tokens
             if role in ("sorted", "ids"):
                 return "table", source
             if role == "inverse":
@@ -327,14 +384,54 @@ class _Block(Routing):
         known = pair in (["token", "slot"], ["repeated", "place"])
         if known and shape_of(node.args[0]) == self.token_shape:
             return "scalar", node.args[0]
-        repeats = kind == "repeat_interleave" and node.args[1] == self.k
-        if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
-            return "rows", node.args[0]
+        tokens = None if self.sorted else self._repeated(node)
+        if tokens is not None:
+            return "rows", tokens
         shape = shape_of(node)
         column = shape[:1] == (self.rows,) and set(shape[1:]) <= {1}
         if kind in VIEWS and column and not self._has_rows(node.args[0]) and not self.sorted_rows:
             return "scalar", self.by_token(node)
         return None
+
+    def _role(self, index: fx.Node) -> Any:
+        """Of integers; also of those that do not depend on the experts of tokens."""
+        if index not in self.roles and shape_of(index) == (self.rows,) and self._repeats(index):
+            return "repeated"
+        return self.roles.get(index)
+
+    def _repeats(self, index: fx.Node) -> bool:
+        """Whether integers are 0 k times, 1 k times, and so on, at all sizes."""
+        for tokens in (TOKENS, TOKENS + 1):
+            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
+            known = of_sizes(self.program, [index], sizes)
+            if known is None:
+                return False
+            if not torch.equal(known[index].long(), torch.arange(len(known[index])) // self.k):
+                return False
+        return True
+
+    def _repeated(self, node: fx.Node) -> fx.Node | None:
+        """The tokens of which ``node`` has every one k times, one after the other."""
+        if len(shape_of(node)) != 2 or shape_of(node)[0] != self.rows:
+            return None
+        kind, source, looked = op_name(node.target), node.args[0], lookup(node)
+        if looked is not None:
+            made = self._role(looked[1]) == "repeated"
+        elif kind == "repeat_interleave":
+            made = node.args[1] == self.k and argument(node, 2, "dim") == 0
+        elif kind in VIEWS:
+            while op_name(source.target) in COPIES:  # type: ignore[union-attr]
+                source = source.args[0]  # type: ignore[union-attr]
+            wide, column = source, source.args[0]  # type: ignore[union-attr]
+            if op_name(wide.target) != "expand" or op_name(column.target) != "unsqueeze":  # type: ignore
+                return None
+            source = column.args[0]  # type: ignore[union-attr]
+            tokens, width = self.token_shape[0], shape_of(node)[1]
+            made = shape_of(wide) == (tokens, self.k, width) and column.args[1] in (1, -2)  # type: ignore
+        else:
+            return None
+        made = made and shape_of(source) == (self.token_shape[0], *shape_of(node)[1:])
+        return source if made else None
 
     # the new nodes
 
@@ -346,7 +443,11 @@ class _Block(Routing):
         if escaping:
             raise Unfit(f"{escaping[0].name} reads what experts have not finished")
         source = next(s for kind, s in leaves.values() if kind == "rows")
-        scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
+        given = [s for kind, s in leaves.values() if kind == "scalar"]
+        weighing = [s for s in self.weighing.values() if s is not None]
+        if descendants([end], {sums}).intersection(weighing):
+            raise Unfit("rows times numbers that are made of them")
+        scalars = list(dict.fromkeys([*given, *weighing]))
         late = max([source, self.ids, *scalars])
         with self.after(late):
             made = self.dispatch(source, scalars)
@@ -360,12 +461,28 @@ class _Block(Routing):
             last = max(last, new[node])
         tokens = sums.meta["val"]
         with self.before(sums):
-            rows = self.cast(new[end], sums)
-            value = rows.meta["val"].new_empty(tokens.shape)
+            rows = new[end]
+            for node, numbers in self.weighing.items():
+                rows = self._weighed(rows, node, None if numbers is None else made[numbers])
+            product = sums in self.weighing
+            rows = rows if product else self.cast(rows, sums)
+            value = rows.meta["val"].new_empty([tokens.shape[0], tokens.shape[-1]])
             out = self.call(experts.combine, rows, made["plan"], value=value)
-            self.see_rows(rows, sums)
+            if product:
+                out = self.call(aten.unsqueeze.default, self.cast(out, sums), 1)
+            self.see_rows(out, sums)
         sums.replace_all_uses_with(out)
         self.done |= own
+
+    def _weighed(self, rows: fx.Node, node: fx.Node, numbers: fx.Node | None) -> fx.Node:
+        """Rows sorted by expert, as `_weighs` says that a node makes them of rows by token."""
+        if numbers is None:
+            return self.call(node.target, rows, *node.args[1:], **node.kwargs)
+        if op_name(node.target) in CHOSEN:  # which rounds what it adds up only at the end
+            dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)
+            rows, numbers = (self.call(aten.to.dtype, n, dtype) for n in (rows, numbers))
+        column = self.call(aten.unsqueeze.default, numbers, -1)
+        return self.call(aten.mul.Tensor, rows, column)
 
     def _of_rows(
         self, node: fx.Node, leaf: Any, new: dict[fx.Node, fx.Node], made: dict[Any, fx.Node]
