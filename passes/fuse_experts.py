@@ -54,6 +54,7 @@ from autoshard.stacks import join_parts, keep_stacked
 aten = torch.ops.aten
 
 CHOSEN = frozenset("bmm matmul".split())
+PRODUCTS = CHOSEN | {"einsum"}
 GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
 #: What a product by groups may be given besides.
 EXTRA = ("bias", "out_dtype")
@@ -151,6 +152,18 @@ def _unturned(node: fx.Node) -> fx.Node:
             break
         node = node.args[0]
     return node
+
+
+def _adds_weighed(node: fx.Node, rows: fx.Node) -> bool:
+    """Whether an einsum is of numbers ``tk`` and rows ``tkd``, to ``td``."""
+    given, _, out = node.args[0].replace(" ", "").partition("->")
+    letters = given.split(",")
+    if len(letters) != 2 or rows not in node.args[1] or "." in given:
+        return False
+    at = list(node.args[1]).index(rows)
+    of_rows, of_numbers = letters[at], letters[1 - at]
+    t, k, d = of_rows
+    return len({t, k, d}) == 3 and of_numbers == t + k and out == t + d
 
 
 @dataclass
@@ -255,6 +268,11 @@ class _Block(Routing):
             if len(following) != 1:
                 return None
             user, node = following[0], user
+            while self.k > 1 and self._weighs(node, user):
+                following = [u for u in user.users if is_tensor(u)]
+                if len(following) != 1:
+                    return None
+                user, node = following[0], user
         elif self.sorted_rows:
             return None
         if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self.k, shape[1]):
@@ -266,10 +284,10 @@ class _Block(Routing):
             if len(following) != 1:
                 return None
             node, user = user, following[0]
-            if self._weighs(node, user) and op_name(user.target) in CHOSEN:
-                return rows, user
-            if user not in self.weighing:
+            if not self._weighs(node, user):
                 break
+            if op_name(user.target) in PRODUCTS:
+                return rows, user
         if op_name(user.target) != "sum" or argument(user, 2, "keepdim", False):
             return None
         return (rows, user) if list(argument(user, 1, "dim")) in ([1], [-2]) else None
@@ -292,19 +310,28 @@ class _Block(Routing):
         return shape_of(user) == shape_of(rows) and (is_zero(user.args[0]) or "empty" in blank)
 
     def _weighs(self, rows: fx.Node, user: fx.Node) -> bool:
-        """Whether ``user`` turns the rows ``[t, k, d]`` of tokens into others, each row for itself:
-        into another type, or times a number; or adds them up times numbers by a product of
-        matrices. ``self.weighing``: these numbers."""
-        kind, numbers = op_name(user.target), None
-        if kind in CHOSEN and user.args[1] is rows:
-            numbers, shape = user.args[0], (self.token_shape[0], 1, self.k)
-        elif kind == "mul" and len(user.args) == 2:
-            numbers, shape = user.args[user.args[0] is rows], (*self.token_shape, 1)
-        elif kind not in ("to", "_to_copy") or len(user.all_input_nodes) != 1:
+        """Whether ``user`` makes of rows by token, ``[t, k, d]`` or ``[t k, d]``, others, each for
+        itself: of another type, or times a number; or adds up those of a token times numbers by a
+        product of matrices. ``self.weighing``: these numbers, ``[t, k]``."""
+        kind, (tokens, k), wide = op_name(user.target), self.token_shape, len(shape_of(rows)) == 3
+        if kind in ("to", "_to_copy") and len(user.all_input_nodes) == 1:
+            self.weighing[user] = None
+            return True
+        if kind == "mul" and len(user.args) == 2:
+            numbers = user.args[user.args[0] is rows]
+            shape: tuple[Any, ...] = (tokens, k, 1) if wide else (self.rows, 1)
+        elif kind in CHOSEN and wide and user.args[1] is rows:
+            numbers, shape = user.args[0], (tokens, 1, k)
+        elif kind == "einsum" and wide and _adds_weighed(user, rows):
+            numbers, shape = user.args[1][user.args[1][0] is rows], (tokens, k)
+        else:
             return False
-        if numbers is not None and (not is_tensor(numbers) or shape_of(numbers) != shape):
+        if not is_tensor(numbers) or shape_of(numbers) != shape:
             return False
-        self.weighing[user] = None if numbers is None else self.by_token(numbers)
+        by_token = self.by_token(numbers)
+        if not wide and shape_of(by_token) != (tokens, k):
+            return False
+        self.weighing[user] = by_token
         return True
 
     @property
@@ -369,13 +396,13 @@ class _Block(Routing):
         kind, looked = op_name(node.target), lookup(node)
         if looked is not None:
             source, role = looked[0], self._role(looked[1])
+            tokens = self._repeated(source) if role == "order" else None
+            if tokens is not None:
+                return "rows", tokens
             if role in self.of_tokens and len(shape_of(source)) == 2:
                 return "rows", source
             if role == "order" and set(shape_of(source)[1:]) <= {1}:
                 return "scalar", self.by_token(source)
-            tokens = self._repeated(source) if role == "order" else None
-            if tokens is not None:
-                return "rows", tokens
             if role in ("sorted", "ids"):
                 return "table", source
             if role == "inverse":
@@ -468,8 +495,9 @@ class _Block(Routing):
             rows = rows if product else self.cast(rows, sums)
             value = rows.meta["val"].new_empty([tokens.shape[0], tokens.shape[-1]])
             out = self.call(experts.combine, rows, made["plan"], value=value)
-            if product:
-                out = self.call(aten.unsqueeze.default, self.cast(out, sums), 1)
+            out = self.cast(out, sums)
+            if tokens.ndim == 3:
+                out = self.call(aten.unsqueeze.default, out, 1)
             self.see_rows(out, sums)
         sums.replace_all_uses_with(out)
         self.done |= own
@@ -478,7 +506,7 @@ class _Block(Routing):
         """Rows sorted by expert, as `_weighs` says that a node makes them of rows by token."""
         if numbers is None:
             return self.call(node.target, rows, *node.args[1:], **node.kwargs)
-        if op_name(node.target) in CHOSEN:  # which rounds what it adds up only at the end
+        if op_name(node.target) in PRODUCTS:  # which round what they add up only in the end
             dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)
             rows, numbers = (self.call(aten.to.dtype, n, dtype) for n in (rows, numbers))
         column = self.call(aten.unsqueeze.default, numbers, -1)
