@@ -3,7 +3,8 @@
     before:  w = stack([t(w0), t(w1), ...])      after:  w = transpose(w*, 1, 2)
 
 The stack is cut like any other parameter, over ep by expert; see `autoshard.program.Parameter` for
-how it bears the names of what it stacks.
+how it bears the names of what it stacks. A stack of all parts of one tensor, ``stack([w[0], w[1],
+...])``, is that tensor.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class _Block(Routing):
         if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
             if argument(user, 4, "alpha", 1) != 1:
                 raise Unfit("rows that are added up times a number")
-            if self.roles.get(user.args[2]) not in self.of_tokens:
+            if self._role(user.args[2]) not in self.of_tokens:
                 return None
             if not is_zero(user.args[0]):
                 return None

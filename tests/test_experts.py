@@ -239,7 +239,7 @@ class Mixture(nn.Module):
         experts = chosen.reshape(-1)
         inner = F.gelu(torch.bmm(tokens[place][:, None], self.up[experts]))
         out = torch.bmm(inner, self.down[experts]).squeeze(1) * weights.reshape(-1, 1)
-        return out.view(-1, self.k, tokens.shape[-1]).sum(1)
+        return torch.zeros_like(tokens).index_add(0, place, out)
 
     def indexed(self, tokens, weights, chosen):
         """A loop over experts that takes parts of stacked parameters, by index and by unbind."""
