@@ -3,11 +3,13 @@
     before:  w = stack([t(w0), t(w1), ...])      after:  w = transpose(w*, 1, 2)
 
 The stack is cut like any other parameter, over ep by expert; see `autoshard.program.Parameter` for
-how it bears the names of what it stacks.
+how it bears the names of what it stacks. A stack of all parts of one tensor, ``stack([w[0], w[1],
+...])``, is that tensor.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.program import Parameter, Program, module_path
+from autoshard.routing import shape_of
 from autoshard.rules import op_name
 from autoshard.rules.core import argument
 from autoshard.runtime.experts import expert_rows, grouped_product
@@ -68,6 +71,72 @@ def keep_stacked(program: Program) -> None:
             program.graph.erase_node(node)
 
 
+def join_parts(graph: fx.Graph) -> None:
+    """Products by expert read a tensor itself instead of a stack of all its parts along dim 0."""
+    for stack in _stacks(graph):
+        layers: list[Nodes] = [tuple(stack.args[0])]  # type: ignore[arg-type]
+        try:
+            whole = _joined(layers[-1])
+            while whole is None:
+                layers.append(_below(layers[-1]))
+                whole = _joined(layers[-1])
+        except Unstacked:
+            continue
+        with graph.inserting_before(stack):
+            for nodes in layers[-2::-1]:
+                whole = _of_stack(nodes[0], whole)
+        stack.replace_all_uses_with(whole)
+
+
+def _joined(nodes: Nodes) -> fx.Node | None:
+    """The tensor of which nodes are all the parts, in order."""
+    parts = [_part(node) for node in nodes]
+    whole = parts[0][0] if parts[0] else None
+    if whole is None or shape_of(whole)[0] != len(nodes):
+        return None
+    return whole if parts == [(whole, i) for i in range(len(nodes))] else None
+
+
+def _part(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """(x, i) of ``x[i]``."""
+    kind, source = op_name(node.target), node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(source, fx.Node):
+        return None
+    if node.target is operator.getitem:
+        if op_name(source.target) != "unbind" or argument(source, 1, "dim", 0) != 0:
+            return None
+        return source.args[0], node.args[1]  # type: ignore[return-value]
+    first = kind == "select" and list(node.args[1:]) == [0, 0]
+    if first or (kind == "squeeze" and shape_of(node) == shape_of(source)[1:]):
+        part = _part_of_one(source)
+        if part is not None:
+            return part
+    if kind != "select" or node.args[1] != 0 or not isinstance(node.args[2], int):
+        return None
+    size, at = shape_of(source)[0], node.args[2]
+    return (source, at % size) if isinstance(size, int) else None
+
+
+def _part_of_one(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """(x, i) of ``x[i : i + 1]``."""
+    if shape_of(node)[:1] != (1,) or not node.args:
+        return None
+    if node.target is operator.getitem:
+        cut, at = node.args
+        if op_name(cut.target) not in ("split", "split_with_sizes", "chunk"):  # type: ignore
+            return None
+        whole = cut.args[0]  # type: ignore[union-attr]
+        plain = argument(cut, 2, "dim", 0) == 0 and shape_of(whole)[0] == len(cut.meta["val"])  # type: ignore
+        return (whole, at) if plain else None  # type: ignore[return-value]
+    if op_name(node.target) != "slice" or argument(node, 1, "dim", 0) != 0:
+        return None
+    whole, start = node.args[0], argument(node, 2, "start", 0)
+    size = shape_of(whole)[0]  # type: ignore[arg-type]
+    if not isinstance(size, int) or not isinstance(start, int):
+        return None
+    return whole, start % size  # type: ignore[return-value]
+
+
 def _stacks(graph: fx.Graph) -> list[fx.Node]:
     """The stacks along dim 0 that products by expert, or their rows, are made of."""
     found: dict[fx.Node, None] = {}
@@ -90,15 +159,7 @@ def _way(program: Program, stack: fx.Node) -> list[Nodes]:
     """What a stack joins, what that is made of, and so on down to parameters."""
     way: list[Nodes] = [tuple(stack.args[0])]  # type: ignore[arg-type]
     while any(node.op != "placeholder" for node in way[-1]):
-        first = way[-1][0]
-        for node in way[-1]:
-            if not _is_each(node):
-                what = op_name(node.target) if node.op == "call_function" else node.name
-                raise Unstacked(f"they are made by {what}")
-            call = (node.target, node.args[1:], node.kwargs)
-            if call != (first.target, first.args[1:], first.kwargs):
-                raise Unstacked("they are not turned or converted alike")
-        way.append(tuple(node.args[0] for node in way[-1]))  # type: ignore[misc]
+        way.append(_below(way[-1]))
     found = [program.values.get(node.name) for node in way[-1]]
     if any(p is None or p.buffer for p in found):
         raise Unstacked("they are not all parameters")
@@ -110,6 +171,19 @@ def _way(program: Program, stack: fx.Node) -> list[Nodes]:
     if len({(p.value.dtype, p.value.device) for p in found if p}) > 1:
         raise Unstacked(f"{_some(found)} are of several types, or on several devices")
     return way
+
+
+def _below(nodes: Nodes) -> Nodes:
+    """What nodes turn or convert, all alike."""
+    first = nodes[0]
+    for node in nodes:
+        if not _is_each(node):
+            what = op_name(node.target) if node.op == "call_function" else node.name
+            raise Unstacked(f"they are made by {what}")
+        call = (node.target, node.args[1:], node.kwargs)
+        if call != (first.target, first.args[1:], first.kwargs):
+            raise Unstacked("they are not turned or converted alike")
+    return tuple(node.args[0] for node in nodes)  # type: ignore[misc]
 
 
 def _some(parameters: Sequence[Parameter | None]) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,17 +33,28 @@ from autoshard.errors import ShardingError, message
 from autoshard.expert_loops import Loop, begins_loop
 from autoshard.experts import dispatches
 from autoshard.infer import expression
+from autoshard.masks import descendants, of_sizes
 from autoshard.program import Program, module_path, shallow, tensor_results
-from autoshard.routing import Routing, Unfit, choice, chosen_by, is_zero, lookup, shape_of
+from autoshard.routing import (
+    TOKENS,
+    Routing,
+    Unfit,
+    choice,
+    chosen_by,
+    is_zero,
+    lookup,
+    shape_of,
+)
 from autoshard.rules import op_name
 from autoshard.rules.core import argument, is_tensor
 from autoshard.runtime.experts import expert_rows, grouped_product
-from autoshard.scores import VIEWS
-from autoshard.stacks import keep_stacked
+from autoshard.scores import COPIES, VIEWS
+from autoshard.stacks import join_parts, keep_stacked
 
 aten = torch.ops.aten
 
 CHOSEN = frozenset("bmm matmul".split())
+PRODUCTS = CHOSEN | {"einsum"}
 GROUPED = frozenset("_grouped_mm grouped_mm grouped_mm_fallback".split())
 #: What a product by groups may be given besides.
 EXTRA = ("bias", "out_dtype")
@@ -65,7 +76,8 @@ class FuseExperts(Pass):
         every = wanted or mesh.size("ep") * mesh.size("cp") > 1
         if not every and mesh.size("dp") == 1:
             return program
-        left: list[tuple[fx.Node | None, str]] = []  # the ids of experts, and why
+        # a product that is none of a mixture that is fused, the ids of experts, and why
+        left: list[tuple[fx.Node | None, fx.Node | None, str]] = []
         trials, done = dict[Any, Any](), set[fx.Node]()
         for node in list(program.graph.nodes):
             if node.op != "call_function" or not node.users or node in done:
@@ -76,13 +88,21 @@ class FuseExperts(Pass):
                 try:
                     routing.fuse()
                 except Unfit as error:
-                    left.append((None if routing.partly else routing.ids, _reason(node, error)))
+                    ids = None if routing.partly else routing.ids
+                    product = node if kind is _Block else None
+                    left.append((product, ids, _reason(node, error)))
         _drop_unused(program)
         dense = fuse_dense(program, self.capacity) if every else ()
-        left += [(None, _reason(node, why)) for node, why in dense]
+        left += [(None, None, _reason(node, why)) for node, why in dense]
+        join_parts(program.graph)
         _drop_unused(program)
         taken = {chosen_by(node.args[1]) for node in dispatches(program.graph)}
-        program.unfused = [why for ids, why in left if ids is None or chosen_by(ids) not in taken]
+        present = {None, *program.graph.nodes}
+        program.unfused = [
+            why
+            for product, ids, why in left
+            if product in present and (ids is None or chosen_by(ids) not in taken)
+        ]
         if self.capacity is not None and (program.unfused or not dispatches(program.graph)):
             raise ShardingError(
                 message(
@@ -134,11 +154,25 @@ def _unturned(node: fx.Node) -> fx.Node:
     return node
 
 
+def _adds_weighed(node: fx.Node, rows: fx.Node) -> bool:
+    """Whether an einsum is of numbers ``tk`` and rows ``tkd``, to ``td``."""
+    given, _, out = node.args[0].replace(" ", "").partition("->")
+    letters = given.split(",")
+    if len(letters) != 2 or rows not in node.args[1] or "." in given:
+        return False
+    at = list(node.args[1]).index(rows)
+    of_rows, of_numbers = letters[at], letters[1 - at]
+    t, k, d = of_rows
+    return len({t, k, d}) == 3 and of_numbers == t + k and out == t + d
+
+
 @dataclass
 class _Block(Routing):
     """A mixture of experts with sorted rows or chosen weights; ``at`` is a product inside it."""
 
     rows: Any = None  # how many: t k
+    sorted: bool = True  # whether they are, by expert
+    weighing: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # see `_weighs`
 
     def fuse(self) -> None:
         self._find_routing()
@@ -169,6 +203,7 @@ class _Block(Routing):
         self.classify()
         if self.roles.get(of) not in ("offsets", "ids", "sorted"):
             raise Unfit("an order of tokens that is not by expert")
+        self.sorted = self.roles[of] != "ids"
 
     def _flat_ids(self, of: fx.Node) -> fx.Node:
         """The vector of integers, one for each row, that an index or offsets are made of."""
@@ -206,6 +241,7 @@ class _Block(Routing):
                 if user in seen or not tensor_results(user):
                     continue
                 seen.add(user)
+                self.weighing.clear()
                 sums = self._sums(node, user)
                 if sums is not None:
                     return sums
@@ -221,35 +257,89 @@ class _Block(Routing):
         if kind == "index_add" and argument(user, 1, "dim") == 0 and user.args[3] is node:
             if argument(user, 4, "alpha", 1) != 1:
                 raise Unfit("rows that are added up times a number")
-            if self.roles.get(user.args[2]) not in self.of_tokens:
+            if self._role(user.args[2]) not in self.of_tokens:
                 return None
             if not is_zero(user.args[0]):
                 return None
             return node, user
-        rows, looked = node, lookup(user)
-        if looked is not None and looked[0] is node and self.roles.get(looked[1]) == "inverse":
+        rows = node
+        if self._unsorts(node, user):
             following = [u for u in user.users if is_tensor(u)]
             if len(following) != 1:
                 return None
             user, node = following[0], user
+            while self.k > 1 and self._weighs(node, user):
+                following = [u for u in user.users if is_tensor(u)]
+                if len(following) != 1:
+                    return None
+                user, node = following[0], user
         elif self.sorted_rows:
             return None
         if op_name(user.target) not in VIEWS or shape_of(user)[1:] != (self.k, shape[1]):
             if self.k == 1:  # a token has one row
                 return rows, node
             return None
-        summed = [u for u in user.users if is_tensor(u)]
-        if len(summed) != 1 or op_name(summed[0].target) != "sum":
+        while True:
+            following = [u for u in user.users if is_tensor(u)]
+            if len(following) != 1:
+                return None
+            node, user = user, following[0]
+            if not self._weighs(node, user):
+                break
+            if op_name(user.target) in PRODUCTS:
+                return rows, user
+        if op_name(user.target) != "sum" or argument(user, 2, "keepdim", False):
             return None
-        dims = argument(summed[0], 1, "dim")
-        if list(dims) not in ([1], [-2]) or argument(summed[0], 2, "keepdim", False):
-            return None
-        return rows, summed[0]
+        return (rows, user) if list(argument(user, 1, "dim")) in ([1], [-2]) else None
+
+    def _unsorts(self, rows: fx.Node, user: fx.Node) -> bool:
+        """Whether ``user`` is the sorted rows by token."""
+        looked = lookup(user)
+        if looked is not None:
+            return looked[0] is rows and self.roles.get(looked[1]) == "inverse"
+        kind = op_name(user.target)
+        if kind == "index_put":
+            put = list(user.args[1]), user.args[2], argument(user, 3, "accumulate", False)
+        elif kind == "index_copy":
+            put = [user.args[2]], user.args[3], argument(user, 1, "dim") != 0
+        else:
+            return False
+        if put[1] is not rows or put[2] or [self.roles.get(i) for i in put[0]] != ["order"]:
+            return False
+        blank = op_name(user.args[0].target)
+        return shape_of(user) == shape_of(rows) and (is_zero(user.args[0]) or "empty" in blank)
+
+    def _weighs(self, rows: fx.Node, user: fx.Node) -> bool:
+        """Whether ``user`` makes of rows by token, ``[t, k, d]`` or ``[t k, d]``, others, each for
+        itself: of another type, or times a number; or adds up those of a token times numbers by a
+        product of matrices. ``self.weighing``: these numbers, ``[t, k]``."""
+        kind, (tokens, k), wide = op_name(user.target), self.token_shape, len(shape_of(rows)) == 3
+        if kind in ("to", "_to_copy") and len(user.all_input_nodes) == 1:
+            self.weighing[user] = None
+            return True
+        if kind == "mul" and len(user.args) == 2:
+            numbers = user.args[user.args[0] is rows]
+            shape: tuple[Any, ...] = (tokens, k, 1) if wide else (self.rows, 1)
+        elif kind in CHOSEN and wide and user.args[1] is rows:
+            numbers, shape = user.args[0], (tokens, 1, k)
+        elif kind == "einsum" and wide and _adds_weighed(user, rows):
+            numbers, shape = user.args[1][user.args[1][0] is rows], (tokens, k)
+        else:
+            return False
+        if not is_tensor(numbers) or shape_of(numbers) != shape:
+            return False
+        by_token = self.by_token(numbers)
+        if not wide and shape_of(by_token) != (tokens, k):
+            return False
+        self.weighing[user] = by_token
+        return True
 
     @property
     def of_tokens(self) -> tuple[str, ...]:
         """The roles of integers that say which token a row is of."""
-        return ("token", "repeated", *(("order",) if self.k == 1 else ()))
+        if not self.sorted:
+            return ("repeated",)
+        return ("token", *(("order",) if self.k == 1 else ()))
 
     @property
     def sorted_rows(self) -> bool:
@@ -305,10 +395,13 @@ class _Block(Routing):
     def _leaf(self, node: fx.Node) -> tuple[str, Any] | None:
         kind, looked = op_name(node.target), lookup(node)
         if looked is not None:
-            source, role = looked[0], self.roles.get(looked[1])
+            source, role = looked[0], self._role(looked[1])
+            tokens = self._repeated(source) if role == "order" else None
+            if tokens is not None:
+                return "rows", tokens
             if role in self.of_tokens and len(shape_of(source)) == 2:
                 return "rows", source
-            if role == "order" and len(shape_of(source)) == 1:
+            if role == "order" and set(shape_of(source)[1:]) <= {1}:
                 return "scalar", self.by_token(source)
             if role in ("sorted", "ids"):
                 return "table", source
@@ -318,14 +411,54 @@ class _Block(Routing):
         known = pair in (["token", "slot"], ["repeated", "place"])
         if known and shape_of(node.args[0]) == self.token_shape:
             return "scalar", node.args[0]
-        repeats = kind == "repeat_interleave" and node.args[1] == self.k
-        if repeats and argument(node, 2, "dim") == 0 and len(shape_of(node)) == 2:
-            return "rows", node.args[0]
+        tokens = None if self.sorted else self._repeated(node)
+        if tokens is not None:
+            return "rows", tokens
         shape = shape_of(node)
         column = shape[:1] == (self.rows,) and set(shape[1:]) <= {1}
         if kind in VIEWS and column and not self._has_rows(node.args[0]) and not self.sorted_rows:
             return "scalar", self.by_token(node)
         return None
+
+    def _role(self, index: fx.Node) -> Any:
+        """Of integers; also of those that do not depend on the experts of tokens."""
+        if index not in self.roles and shape_of(index) == (self.rows,) and self._repeats(index):
+            return "repeated"
+        return self.roles.get(index)
+
+    def _repeats(self, index: fx.Node) -> bool:
+        """Whether integers are 0 k times, 1 k times, and so on, at all sizes."""
+        for tokens in (TOKENS, TOKENS + 1):
+            sizes = {symbol: tokens + 2 * n for n, symbol in enumerate(self.program.hints)}
+            known = of_sizes(self.program, [index], sizes)
+            if known is None:
+                return False
+            if not torch.equal(known[index].long(), torch.arange(len(known[index])) // self.k):
+                return False
+        return True
+
+    def _repeated(self, node: fx.Node) -> fx.Node | None:
+        """The tokens of which ``node`` has every one k times, one after the other."""
+        if len(shape_of(node)) != 2 or shape_of(node)[0] != self.rows:
+            return None
+        kind, source, looked = op_name(node.target), node.args[0], lookup(node)
+        if looked is not None:
+            made = self._role(looked[1]) == "repeated"
+        elif kind == "repeat_interleave":
+            made = node.args[1] == self.k and argument(node, 2, "dim") == 0
+        elif kind in VIEWS:
+            while op_name(source.target) in COPIES:  # type: ignore[union-attr]
+                source = source.args[0]  # type: ignore[union-attr]
+            wide, column = source, source.args[0]  # type: ignore[union-attr]
+            if op_name(wide.target) != "expand" or op_name(column.target) != "unsqueeze":  # type: ignore
+                return None
+            source = column.args[0]  # type: ignore[union-attr]
+            tokens, width = self.token_shape[0], shape_of(node)[1]
+            made = shape_of(wide) == (tokens, self.k, width) and column.args[1] in (1, -2)  # type: ignore
+        else:
+            return None
+        made = made and shape_of(source) == (self.token_shape[0], *shape_of(node)[1:])
+        return source if made else None
 
     # the new nodes
 
@@ -337,7 +470,11 @@ class _Block(Routing):
         if escaping:
             raise Unfit(f"{escaping[0].name} reads what experts have not finished")
         source = next(s for kind, s in leaves.values() if kind == "rows")
-        scalars = list(dict.fromkeys(s for kind, s in leaves.values() if kind == "scalar"))
+        given = [s for kind, s in leaves.values() if kind == "scalar"]
+        weighing = [s for s in self.weighing.values() if s is not None]
+        if descendants([end], {sums}).intersection(weighing):
+            raise Unfit("rows times numbers that are made of them")
+        scalars = list(dict.fromkeys([*given, *weighing]))
         late = max([source, self.ids, *scalars])
         with self.after(late):
             made = self.dispatch(source, scalars)
@@ -351,12 +488,29 @@ class _Block(Routing):
             last = max(last, new[node])
         tokens = sums.meta["val"]
         with self.before(sums):
-            rows = self.cast(new[end], sums)
-            value = rows.meta["val"].new_empty(tokens.shape)
+            rows = new[end]
+            for node, numbers in self.weighing.items():
+                rows = self._weighed(rows, node, None if numbers is None else made[numbers])
+            product = sums in self.weighing
+            rows = rows if product else self.cast(rows, sums)
+            value = rows.meta["val"].new_empty([tokens.shape[0], tokens.shape[-1]])
             out = self.call(experts.combine, rows, made["plan"], value=value)
-            self.see_rows(rows, sums)
+            out = self.cast(out, sums)
+            if tokens.ndim == 3:
+                out = self.call(aten.unsqueeze.default, out, 1)
+            self.see_rows(out, sums)
         sums.replace_all_uses_with(out)
         self.done |= own
+
+    def _weighed(self, rows: fx.Node, node: fx.Node, numbers: fx.Node | None) -> fx.Node:
+        """Rows sorted by expert, as `_weighs` says that a node makes them of rows by token."""
+        if numbers is None:
+            return self.call(node.target, rows, *node.args[1:], **node.kwargs)
+        if op_name(node.target) in PRODUCTS:  # which round what they add up only in the end
+            dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)
+            rows, numbers = (self.call(aten.to.dtype, n, dtype) for n in (rows, numbers))
+        column = self.call(aten.unsqueeze.default, numbers, -1)
+        return self.call(aten.mul.Tensor, rows, column)
 
     def _of_rows(
         self, node: fx.Node, leaf: Any, new: dict[fx.Node, fx.Node], made: dict[Any, fx.Node]

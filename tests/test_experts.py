@@ -35,7 +35,7 @@ from autoshard.chain import run
 from autoshard.cost import conversion_bytes
 from autoshard.errors import CaptureError, ShardingError
 from autoshard.expert_loops import Loop
-from autoshard.experts import dispatches
+from autoshard.experts import combine, dispatches
 from autoshard.routing import draw_ids
 from autoshard.rules import op_name
 from autoshard.runtime.dispatch import to_experts
@@ -193,6 +193,88 @@ class Mixture(nn.Module):
             mask = chosen == e
             own = mask.any(-1)
             out[own] += expert(tokens[own]) * (weights * mask).sum(-1)[own, None]
+        return out
+
+    def computed(self, rows, chosen):
+        """Of rows for every expert of a token, sorted by expert; and their order."""
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        inner = F.gelu(grouped_mm(rows[order], self.up, ends))
+        return grouped_mm(inner, self.down, ends), order
+
+    def weighed_by_token(self, tokens, weights, chosen):
+        """Rows times weights after they are brought back; tokens repeated before sorting."""
+        out, order = self.computed(tokens.repeat_interleave(self.k, 0), chosen)
+        out = out[order.argsort()].view(-1, self.k, tokens.shape[1])
+        return (out.to(weights.dtype) * weights[..., None]).sum(1).to(tokens.dtype)
+
+    def weighed_flat(self, tokens, weights, chosen):
+        place = torch.arange(tokens.shape[0]).repeat_interleave(self.k)
+        out, order = self.computed(tokens[place], chosen)
+        out = out[order.argsort()] * weights.reshape(-1, 1)
+        return out.view(-1, self.k, tokens.shape[1]).sum(1)
+
+    def weighed_by_product(self, tokens, weights, chosen):
+        rows = tokens[:, None].expand(-1, self.k, -1).reshape(-1, tokens.shape[1])
+        out, order = self.computed(rows, chosen)
+        out = out[order.argsort()].view(-1, self.k, tokens.shape[1])
+        return torch.bmm(weights[:, None], out).squeeze(1)
+
+    def weighed_by_einsum(self, tokens, weights, chosen):
+        """Rows are put back by their order."""
+        out, order = self.computed(tokens.repeat_interleave(self.k, 0), chosen)
+        back = torch.empty_like(out)
+        back[order] = out
+        return torch.einsum("tkd,tk->td", back.view(*chosen.shape, -1), weights)
+
+    def weighed_by_themselves(self, tokens, weights, chosen):
+        out, order = self.computed(tokens.repeat_interleave(self.k, 0), chosen)
+        out = out[order.argsort()].view(-1, self.k, tokens.shape[1])
+        return (out * out.mean(-1, keepdim=True)).sum(1)
+
+    def repeated_by_index(self, tokens, weights, chosen):
+        """Every row with its own expert's weights."""
+        place = torch.arange(tokens.shape[0]).repeat_interleave(self.k)
+        experts = chosen.reshape(-1)
+        inner = F.gelu(torch.bmm(tokens[place][:, None], self.up[experts]))
+        out = torch.bmm(inner, self.down[experts]).squeeze(1) * weights.reshape(-1, 1)
+        return torch.zeros_like(tokens).index_add(0, place, out)
+
+    def indexed(self, tokens, weights, chosen):
+        """A loop over experts that takes parts of stacked parameters, by index and by unbind."""
+        out, down = torch.zeros_like(tokens), self.down.unbind()
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ self.up[e]) @ down[e]
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def split(self, tokens, weights, chosen):
+        """Parts of one by split and by slice, turned."""
+        out, up = torch.zeros_like(tokens), self.up.split(1)
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ up[e].squeeze(0))
+            inner = F.linear(inner, self.down[e : e + 1][0].T)
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def reversed(self, tokens, weights, chosen):
+        """Parts in another order, and all of them but one twice."""
+        out = torch.zeros_like(tokens)
+        for e in range(self.experts):
+            token, slot = torch.where(chosen == e)
+            inner = F.gelu(tokens[token] @ self.up[-1 - e]) @ self.down[max(e, 1)]
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+    def indexed_everywhere(self, tokens, weights, chosen):
+        """Every expert computes every token, in a loop by index."""
+        given = torch.zeros(tokens.shape[0], self.experts, dtype=weights.dtype)
+        given, out = given.scatter(1, chosen, weights), 0
+        for e in range(self.experts):
+            out = out + (F.gelu(tokens @ self.up[e]) @ self.down[e]) * given[:, e, None]
         return out
 
     def everywhere(self, tokens, weights, chosen):
@@ -531,6 +613,68 @@ def test_a_loop_whose_weights_learn_nothing():
     """It is not taken for one whose weights do."""
     with pytest.raises(ShardingError, match="numbers of tokens that are not one for each"):
         verify(Model("detached"), "ep=2", tokens(), steps=1)
+
+
+BACK = [f"weighed_{how}" for how in ("by_token", "flat", "by_product", "by_einsum")]
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2"])
+@pytest.mark.parametrize("form", [*BACK, "repeated_by_index"])
+def test_ways_to_experts_and_back(form, mesh):
+    report = verify(Model(form), mesh, tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    assert layouts(report, "mixture.up")["ep"].role == "experts"
+
+
+@pytest.mark.parametrize("form", BACK)
+def test_one_expert_a_token_and_back(form):
+    report = verify(Model(form, k=1), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+
+
+def test_rows_weighed_by_what_is_made_of_them():
+    """They are left as they are."""
+    report = verify(Model("weighed_by_themselves"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 0
+
+
+@pytest.mark.parametrize("form", ["weighed_by_token", "weighed_by_product"])
+def test_types_of_weighed_rows(form):
+    """A product of matrices rounds once, at the end; what is multiplied row by row, each."""
+    model = Model(form).to(torch.bfloat16)
+    program = run(capture(model, MeshSpec(ep=2), tokens())[0], [Canonicalize(), FuseExperts()])
+    (out,) = (n for n in program.graph.nodes if n.target is combine)
+    wide = form == "weighed_by_product"
+    assert out.args[0].meta["val"].dtype is (torch.float32 if wide else torch.bfloat16)
+    (user,) = out.users
+    assert not wide or user.meta["val"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2"])
+@pytest.mark.parametrize("form", ["indexed", "split", "indexed_everywhere"])
+def test_a_loop_over_parts_of_stacked_parameters(form, mesh):
+    """They are cut as they are."""
+    report = verify(Model(form), mesh, tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    for name in ("mixture.up", "mixture.down"):
+        assert layouts(report, name)["ep"].role == "experts"
+
+
+def test_parts_in_another_order():
+    report = verify(Model("reversed"), "ep=2", tokens(), steps=1)
+    assert report.ok, report
+    assert ways(report) == 1
+    assert layouts(report, "mixture.up")["ep"] == "R"
+
+
+def test_a_product_in_a_loop_is_no_mixture_of_its_own():
+    program = autoshard(Model("indexed"), "ep=2", tokens(), expert_capacity=1.25).program
+    assert len(program.mixtures) == 1
+    assert not program.unfused
 
 
 @pytest.mark.parametrize("form", LEFT)
