@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard import collectives
-from autoshard.axes import Axis, Dim, atoms, leaves
+from autoshard.axes import Axis, Dim, atoms, leaves, same_size, size_of
 from autoshard.chain import Pass
 from autoshard.convert import Converter
 from autoshard.errors import ShardingError, message
@@ -258,18 +258,34 @@ class Partitioner(Converter):
         """The rows that an order or a choice of tokens may treat as all there are: they come out
         again, or are summed, and what points at them was made from this rank's own rows."""
         kept = _ids([*outs, typing.summed])
-        local = all(self.env[n].positions for n in typing.positions if self._points_at_rows(n))
+        local = all(map(self._points_at_own_rows, typing.positions))
         return {i for i in whole & set(self.rows) if i in kept and local}
 
-    def _points_at_rows(self, index: fx.Node) -> bool:
-        """Whether an index points at rows: the dimension it indexes has some."""
+    def _points_at_own_rows(self, index: fx.Node) -> bool:
+        """Whether what an index points at are no rows, or positions among this rank's own in the
+        order that the dimension it indexes has them in (k of a token together, or all first)."""
         node = self.source
         dims = self.env[node.args[0]].dims
         if isinstance(node.args[1], (list, tuple)):
             pointed = [dims[i] for i, n in enumerate(node.args[1]) if n is index]
         else:
             pointed = [dims[node.args[1]]]
-        return not _ids([pointed]).isdisjoint(self.rows)
+        if _ids([pointed]).isdisjoint(self.rows):
+            return True
+        value = self.env[index]
+        turned = any(self._turned(one, other) for one in value.dims for other in pointed)
+        return value.positions and not turned
+
+    def _turned(self, one: Dim, other: Dim) -> bool:
+        """Whether two dimensions of one size have rows of the batch at other strides."""
+        if not same_size(size_of(one), size_of(other)):
+            return False
+        strides = [
+            {id(a): size_of(leaves(dim)[i + 1 :]) for i, a in enumerate(leaves(dim))}
+            for dim in (one, other)
+        ]
+        rows = set(self.rows).intersection(*strides)
+        return any(not same_size(strides[0][i], strides[1][i]) for i in rows)
 
     def _are_positions(self, node: fx.Node, values: list[Value], outs: list[Any]) -> bool:
         """Whether an op's numbers are positions among this rank's own rows: an order of them, a

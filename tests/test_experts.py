@@ -841,3 +841,23 @@ def test_fewer_experts_than_ranks_that_share_them_out_are_told():
     sharded = autoshard(Model("added"), "dp=4,ep=2", tokens(8))
     told = "zero: mixture.up, mixture.down have 2 in dim 0, for 4 ranks of dp"
     assert [note for note in sharded.program.notes if note.startswith(told)]
+
+
+class Tiled(Mixture):
+    """Rows of all first choices, then of all second ones, in an order that is by token."""
+
+    def added(self, tokens, weights, chosen):
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        out = grouped_mm(tokens.repeat(self.k, 1)[order], self.up, ends) @ self.down[0]
+        return torch.zeros_like(tokens).index_add(0, order // self.k, out)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
+def test_positions_in_another_order_of_rows(mesh):
+    """On one device they point at rows of other tokens, which are on other ranks."""
+    model = Model("added")
+    model.mixture = Tiled("added")
+    with pytest.raises(ShardingError, match="mixes rows of the batch"):
+        verify(model, mesh, tokens(), steps=1)
