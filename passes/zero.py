@@ -25,11 +25,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from autoshard.axes import atoms
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import REPLICATING_AXES
 from autoshard.program import Conversion, Program, Unit, copied
+from autoshard.rules.experts import EXPERTS
 from autoshard.runtime.gather import slice_shape
 from autoshard.runtime.sections import entries, trainable
 from autoshard.runtime.zero import release, start_gather, wait_gather
@@ -74,12 +76,13 @@ class Zero(Pass):
         return program
 
     def _tell_of_few_rows(self, program: Program) -> None:
-        """Shards are pieces of dim 0: of few experts on a rank some ranks get none."""
+        """Shards are pieces of dim 0: of few experts, the bulk of a model, some ranks get none."""
         mesh, few = program.mesh, dict[tuple[str, int], list[str]]()
         for parameter in program.parameters().values():
             ranks = mesh.size(parameter.zero)
-            rows, *rest = slice_shape(parameter, mesh, 0) or (ranks,)
-            if rows < ranks and math.prod(rest) > 1:
+            rows = (slice_shape(parameter, mesh, 0) or (ranks,))[0]
+            experts = any(a.role == EXPERTS for dim in parameter.dims[:1] for a in atoms(dim))
+            if experts and rows < ranks:
                 few.setdefault((",".join(parameter.zero), rows), []).append(parameter.name)
         for (axes, rows), names in few.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
