@@ -44,9 +44,13 @@ class Link:
         """Start and stop of the runs of ``size`` that this rank holds; see `layout.pieces`."""
         return pieces(size, self.size, self.index, self.zigzag)
 
+    def lengths(self, size: int) -> list[int]:
+        """How long the runs of ``size`` are that this rank holds."""
+        return [stop - start for start, stop in self.pieces(size)]
+
     def length(self, size: int) -> int:
         """How much of ``size`` this rank holds."""
-        return sum(stop - start for start, stop in self.pieces(size))
+        return sum(self.lengths(size))
 
     def padded(self, size: int) -> int:
         """The most that any rank holds of ``size``: the length of a piece on the wire."""
@@ -157,7 +161,8 @@ def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any
     form, a reach is taken to end in the next run). Where the sizes differ, runs of the same place
     do not start together, and read so much further.
     """
-    runs = (2 if zigzag else 1) * ranks
+    each = 2 if zigzag else 1
+    runs = each * ranks
     longer = sympy.sympify(sizes[0] - sizes[1])
     most: Any = 0
     for far in (reach[0] + sympy.Max(0, longer), reach[1] + sympy.Max(0, -longer)):
@@ -165,7 +170,7 @@ def most_rows(ranks: int, zigzag: bool, reach: tuple[Any, Any], sizes: tuple[Any
         if far.is_Integer and isinstance(sizes[0], int) and sizes[0] % runs:
             far += max(0, -(-int(far) // max(1, sizes[0] // runs)) - 1)
         most += far
-    most = (2 if zigzag else 1) * most
+    most = each * most
     return int(most) if most.is_Integer else most
 
 
@@ -299,7 +304,7 @@ def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _padded(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
     """This rank's piece of ``size`` as it travels: runs of one length."""
-    lengths, step = [stop - start for start, stop in link.pieces(size)], link.run(size)
+    lengths, step = link.lengths(size), link.run(size)
     if all(length == step for length in lengths):
         return x
     return torch.cat([pad_to(run, dim, step) for run in x.split(lengths, dim)], dim)
@@ -307,7 +312,7 @@ def _padded(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
 
 def _unpadded(x: torch.Tensor, link: Link, dim: int, size: int) -> torch.Tensor:
     """What `_padded` was given."""
-    lengths, step = [stop - start for start, stop in link.pieces(size)], link.run(size)
+    lengths, step = link.lengths(size), link.run(size)
     if all(length == step for length in lengths):
         return x
     runs = [x.narrow(dim, i * step, length) for i, length in enumerate(lengths)]

@@ -30,6 +30,12 @@ def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * step + min(index, longer), (index + 1) * step + min(index + 1, longer)
 
 
+def piece_lengths(size: int, parts: int) -> list[int]:
+    """How long each piece is when ``size`` is cut as evenly as may be."""
+    bounds = (piece_bounds(size, parts, index) for index in range(parts))
+    return [stop - start for start, stop in bounds]
+
+
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and stop of piece ``index`` when ``size`` is cut like ``torch.chunk`` (last ones
     short): all others are of one length, and so views of one table."""

@@ -150,11 +150,14 @@ class Mixture(nn.Module):
         weights, chosen = self.router(tokens).softmax(-1).topk(self.k, -1)
         return getattr(self, self.form)(tokens, weights, chosen).view_as(x)
 
+    def by_expert(self, chosen):
+        """The order of slots by expert, and how many each expert has."""
+        experts = chosen.reshape(-1)
+        return experts.argsort(stable=True), F.one_hot(experts, self.experts).sum(0)
+
     def added(self, tokens, weights, chosen):
         """Rows sorted by expert, added to their tokens."""
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        counts = F.one_hot(experts, self.experts).sum(0)
+        order, counts = self.by_expert(chosen)
         ends = counts.cumsum(0).to(torch.int32)
         rows = tokens[order // self.k]
         inner = F.gelu(grouped_mm(rows, self.up, ends))
@@ -163,8 +166,7 @@ class Mixture(nn.Module):
 
     def added_twice(self, tokens, weights, chosen):
         """The same, times a number: it is not recognised."""
-        order = chosen.reshape(-1).argsort(stable=True)
-        counts = F.one_hot(chosen.reshape(-1), self.experts).sum(0)
+        order, counts = self.by_expert(chosen)
         ends = counts.cumsum(0).to(torch.int32)
         rows = grouped_mm(tokens[order // self.k], self.up, ends)
         out = grouped_mm(rows.relu(), self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
@@ -197,9 +199,8 @@ class Mixture(nn.Module):
 
     def computed(self, rows, chosen):
         """Of rows for every expert of a token, sorted by expert; and their order."""
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        order, counts = self.by_expert(chosen)
+        ends = counts.cumsum(0).to(torch.int32)
         inner = F.gelu(grouped_mm(rows[order], self.up, ends))
         return grouped_mm(inner, self.down, ends), order
 
@@ -743,13 +744,20 @@ def test_a_loop_over_experts_on_data_ranks(form):
     assert layouts(report, "0.0.weight")["dp"] == "R"
 
 
+def assert_refused(mixture: nn.Module, mesh: str, match: str) -> None:
+    """By name, of a model with this mixture."""
+    model = Model("added")
+    model.mixture = mixture
+    with pytest.raises(ShardingError, match=match):
+        verify(model, mesh, tokens(), steps=1)
+
+
 class Limited(Mixture):
     """Of the rows of an expert, sorted before it, it computes so many of all."""
 
     def added(self, tokens, weights, chosen):
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        ends = F.one_hot(experts, self.experts).sum(0).clamp(max=9).cumsum(0).to(torch.int32)
+        order, counts = self.by_expert(chosen)
+        ends = counts.clamp(max=9).cumsum(0).to(torch.int32)
         out = grouped_mm(tokens[order // self.k], self.up, ends) @ self.down[0]
         return torch.zeros_like(tokens).index_add(0, order // self.k, out)
 
@@ -757,10 +765,7 @@ class Limited(Mixture):
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
 def test_a_limit_of_counts_is_of_all_rows(mesh):
     """Counts of the rows of one rank cannot stand for it."""
-    model = Model("added")
-    model.mixture = Limited("added")
-    with pytest.raises(ShardingError, match="where the rows of each expert end"):
-        verify(model, mesh, tokens(), steps=1)
+    assert_refused(Limited("added"), mesh, "where the rows of each expert end")
 
 
 class WithRoom(Mixture):
@@ -791,10 +796,7 @@ class WithRoom(Mixture):
 @pytest.mark.parametrize("form", ["first_of", "counted"])
 def test_a_limit_that_few_tokens_do_not_reach(form, mesh):
     """It is no part of a routing that may be left out, however few tokens it is tried with."""
-    model = Model("chosen_first")
-    model.mixture = WithRoom(form)
-    with pytest.raises(ShardingError, match="experts are not recognised in mixture"):
-        verify(model, mesh, tokens(), steps=1)
+    assert_refused(WithRoom(form), mesh, "experts are not recognised in mixture")
 
 
 class Inside(nn.Module):
@@ -820,9 +822,8 @@ class Unweighted(Mixture):
     """Nothing follows the last product of an expert but the way back."""
 
     def added(self, tokens, weights, chosen):
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        order, counts = self.by_expert(chosen)
+        ends = counts.cumsum(0).to(torch.int32)
         rows = tokens[order // self.k] * weights.reshape(-1)[order].unsqueeze(-1)
         out = grouped_mm(F.gelu(grouped_mm(rows, self.up, ends)), self.down, ends)
         return torch.zeros_like(tokens).index_add(0, order // self.k, out)
@@ -847,9 +848,8 @@ class Tiled(Mixture):
     """Rows of all first choices, then of all second ones, in an order that is by token."""
 
     def added(self, tokens, weights, chosen):
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        ends = F.one_hot(experts, self.experts).sum(0).cumsum(0).to(torch.int32)
+        order, counts = self.by_expert(chosen)
+        ends = counts.cumsum(0).to(torch.int32)
         out = grouped_mm(tokens.repeat(self.k, 1)[order], self.up, ends) @ self.down[0]
         return torch.zeros_like(tokens).index_add(0, order // self.k, out)
 
@@ -857,7 +857,4 @@ class Tiled(Mixture):
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
 def test_positions_in_another_order_of_rows(mesh):
     """On one device they point at rows of other tokens, which are on other ranks."""
-    model = Model("added")
-    model.mixture = Tiled("added")
-    with pytest.raises(ShardingError, match="mixes rows of the batch"):
-        verify(model, mesh, tokens(), steps=1)
+    assert_refused(Tiled("added"), mesh, "mixes rows of the batch")

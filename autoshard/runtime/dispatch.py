@@ -4,7 +4,7 @@ A token becomes a *slot* for each of its k experts (slot ``t * k + i``). `to_exp
 slots by expert and sends every rank those of its experts; `at_experts` waits for what comes and
 sorts it by expert. `to_tokens` and `at_tokens` are the way back, on which the slots of a token are
 added up; what stands between the two of a way runs while rows travel. The gradients of one way
-travel as the rows of the other. Ranks hold experts as evenly as may be (`layout.piece_bounds`).
+travel as the rows of the other. Ranks hold experts as evenly as may be (`layout.piece_lengths`).
 
 Without a capacity every slot travels, and the host waits for how many rows do: the only numbers it
 ever waits for. With one, every rank sends every expert as many rows; of more slots, those of the
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import _StopRecomputationError
 
-from autoshard.layout import piece_bounds
+from autoshard.layout import piece_lengths
 
 c10d = torch.ops._c10d_functional
 
@@ -184,7 +184,7 @@ def _all_slots(
         dropped = slots >= experts
         plan = Plan(k, link, len(slots), order, back, empty=dropped[order], dropped=dropped)
         return plan, counts, offsets
-    own = [high - low for low, high in bounds(experts, link)]
+    own = piece_lengths(experts, link.size)
     mine = own[link.index]
     got = _waited(_exchange(counts, link, own, [mine] * link.size)).view(link.size, mine)
     if isinstance(index, FakeTensor):  # no numbers: as if every expert got as many
@@ -246,8 +246,9 @@ def _most_slots(
         taken = torch.where(empty, again, taken)
     back = torch.empty_like(order).scatter(0, order, cell.masked_fill(over, 0))
     dropped = torch.empty_like(over).scatter(0, order, over)
-    own = [high - low for low, high in bounds(experts, link)] if link else [experts]
-    ranks, mine = (link.size, own[link.index]) if link else (1, experts)
+    ranks, at = (link.size, link.index) if link else (1, 0)
+    own = piece_lengths(experts, ranks)
+    mine = own[at]
     sent, got = tuple(e * most for e in own), (mine * most,) * ranks
     sorting = torch.arange(ranks * mine * most, device=device).view(ranks, mine, most)
     sorting = sorting.transpose(0, 1).reshape(-1)
@@ -267,11 +268,6 @@ def _most_slots(
         alike=True,
     )
     return plan, counts, ends
-
-
-def bounds(experts: int, link: Any) -> list[tuple[int, int]]:
-    """The experts of each rank: from and up to."""
-    return [piece_bounds(experts, link.size, r) for r in range(link.size)]
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -440,10 +436,8 @@ def balanced(
 ) -> tuple[Any, ...]:  # fmt: skip
     """What `at_experts` gives on the meta device, of the arguments of `to_experts`: shapes, as if
     every expert got as many rows."""
-    slots, ranks, mine = index.numel(), 1, experts
-    if link:
-        low, high = piece_bounds(experts, link.size, link.index)
-        ranks, mine = link.size, high - low
+    slots, (ranks, at) = index.numel(), (link.size, link.index) if link else (1, 0)
+    mine = piece_lengths(experts, ranks)[at]
     k = index.shape[1]
     rows = slots * ranks * mine // experts
     if capacity is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.layout import piece_bounds
+from autoshard.layout import piece_lengths
 from autoshard.mesh import SubMesh
 
 
@@ -30,9 +30,7 @@ class Mixture:
 
     def experts_of_ranks(self, mesh: SubMesh) -> list[int]:
         """How many experts each rank of ``over`` has."""
-        ranks = mesh.size(self.over)
-        cuts = [piece_bounds(self.experts, ranks, r) for r in range(ranks)]
-        return [stop - start for start, stop in cuts]
+        return piece_lengths(self.experts, mesh.size(self.over))
 
 
 @dataclass(frozen=True)

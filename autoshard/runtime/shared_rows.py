@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from autoshard.collectives import pad_to
 from autoshard.runtime.dispatch import Plan, packed, together, unpacked
 
 c10d = torch.ops._c10d_functional
@@ -72,18 +73,13 @@ def shared_alike(arrived: tuple[Any, ...], link: Any) -> tuple[Any, ...]:
     return (*made, offsets, Shared(link, plan.rows, plan.rows, total, offsets))
 
 
-def _padded(x: torch.Tensor, longest: int) -> torch.Tensor:
-    missing = longest - x.shape[0]
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x.contiguous()
-
-
 def _gathered(shared: Shared, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Rows of all ranks, by expert."""
     out: list[Any] = [None] * len(tensors)
     link = shared.link
     for group in together(tensors):
         own = [tensors[i] for i in group]
-        sent = _padded(packed(own), shared.longest)
+        sent = pad_to(packed(own), 0, shared.longest).contiguous()
         if isinstance(sent, FakeTensor):
             whole = sent.repeat(link.size, 1)
         else:
