@@ -12,8 +12,10 @@ from autoshard.errors import MeshError, message
 
 #: Mesh axes from outermost to innermost (slowest to fastest links).
 AXIS_ORDER = ("pp", "dp", "cp", "ep", "tp")
+#: Micro-batches: an axis in time. One rank runs all of its positions, one after the other.
+MICROBATCHES = "mb"
 #: Axes that carry samples.
-DATA_AXES = ("dp", "ep")
+DATA_AXES = ("dp", "ep", MICROBATCHES)
 #: Axes along which dense parameters are replicated: over these ZeRO may share them out.
 REPLICATING_AXES = ("dp", "cp", "ep")
 
@@ -165,13 +167,18 @@ class MeshSpec:
 class SubMesh:
     """The mesh as layouts see it: an axis may be factored, e.g. tp=8 into tp.0=2 and tp.1=4.
 
-    ``parts[name]`` lists ``(sub-axis, size)``, major first. Axes of size one are left out.
+    ``parts[name]`` lists ``(sub-axis, size)``, major first. Axes of size one are left out, and pp:
+    its ranks hold other layers, and nothing is cut over it.
     ``folded``: sub-axes that hold what they cut in zigzag order, see `autoshard.layout.pieces`.
+    ``microbatches``: samples are cut in time too, over the axis `MICROBATCHES`, which is innermost.
+    One rank has all of its positions, so it counts as one: what is summed over it, who runs the
+    graph sums over the micro-batches.
     """
 
     mesh: MeshSpec
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     folded: tuple[str, ...] = ()
+    microbatches: bool = False
 
     def parts(self, name: str) -> tuple[tuple[str, int], ...]:
         size = self.mesh.size(name)
@@ -185,11 +192,13 @@ class SubMesh:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every sub-axis, outermost first."""
-        return tuple(part for name in self.mesh.names for part, _ in self.parts(name))
+        return tuple(self._sizes)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return {part: size for name in self.mesh.names for part, size in self.parts(name)}
+        names = [name for name in self.mesh.names if name != "pp"]
+        sizes = {part: size for name in names for part, size in self.parts(name)}
+        return sizes | ({MICROBATCHES: 1} if self.microbatches else {})
 
     @cached_property
     def _strides(self) -> dict[str, int]:
@@ -214,7 +223,11 @@ class SubMesh:
             for part, size in reversed(self.parts(name)):
                 out[part] = position % size
                 position //= size
-        return out
+        return out | ({MICROBATCHES: 0} if self.microbatches else {})
+
+    def stage(self, rank: int) -> int:
+        """The rank's position along pp."""
+        return self.mesh.coordinate(rank).get("pp", 0)
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
         """The rank's position along several sub-axes taken together, first axis major."""

@@ -28,7 +28,8 @@ class Parameter:
     and for a parameter once the ranks of a live mesh hold their slices of it).
     ``layout`` says which slice of the whole a rank computes with; ``zero`` names the mesh axes
     among whose ranks dim 0 of that slice is shared out, in pieces as `torch.chunk` makes them: a
-    rank holds its piece only, and gathers the slice to compute with it.
+    rank holds its piece only, and gathers the slice to compute with it. ``holders``: the positions
+    along pp whose ranks hold it at all (None: all do).
 
     With ``stacked`` it is none of the model's own but a stack of these along a new dim 0: its name
     has ``*`` where theirs differ, and its value only their shape, type and device. One of these, as
@@ -44,6 +45,7 @@ class Parameter:
     dims: tuple[Dim, ...] = ()
     layout: Layout = field(default_factory=dict)
     zero: tuple[str, ...] = ()
+    holders: tuple[int, ...] | None = None
     stacked: tuple[Parameter, ...] = ()
     place: tuple[Parameter, int] | None = None
 
@@ -57,7 +59,19 @@ class Parameter:
         names and values, and no dims or layout of their own."""
         if not self.stacked:
             return [self]
-        return [dataclasses.replace(p, place=(self, at)) for at, p in enumerate(self.stacked)]
+        return [
+            dataclasses.replace(p, place=(self, at), holders=self.holders)
+            for at, p in enumerate(self.stacked)
+        ]
+
+    def held_by(self, mesh: SubMesh, rank: int) -> bool:
+        """Whether a rank holds any of it."""
+        return self.holders is None or mesh.stage(rank) in self.holders
+
+    def first_held_by(self, mesh: SubMesh, rank: int) -> bool:
+        """Whether a rank holds it, and no rank before it along pp does."""
+        stage = mesh.stage(rank)
+        return stage == (0 if self.holders is None else min(self.holders))
 
 
 @dataclass
@@ -94,7 +108,8 @@ class Unit:
     ``keys``: their placeholders; ``axes``: the mesh axes that share them out; ``dtype``: of the
     weights; ``reduce_dtype``: in which gradients travel (None: that of the parameters); ``keep``:
     weights stay gathered until an optimizer step; ``whole_gradients``: gradients stay whole until
-    they are reduced, else every backward reduces them. ``segment``: its position in the graph.
+    they are reduced, else every backward reduces them. ``segment``: its position in the graph;
+    ``stage``: that of a pipeline which reads the weights.
     """
 
     name: str
@@ -105,6 +120,7 @@ class Unit:
     keep: bool
     whole_gradients: bool
     segment: int
+    stage: int = 0
 
 
 @dataclass
@@ -136,6 +152,8 @@ class Program:
     mixtures: dict[str, Mixture] = field(default_factory=dict)  # what `to_experts` nodes name
     constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
     units: dict[str, Unit] = field(default_factory=dict)
+    pipeline: Any = None  # an `autoshard.pipeline.Pipeline`, on a mesh with pp
+    stages: str | None = None  # what is in each stage, as `autoshard.stages` writes it
     offload: bool = False  # parameters, and so optimizer states, are held in host memory
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)

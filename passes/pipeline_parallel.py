@@ -1,0 +1,245 @@
+"""pipeline_parallel: layers over pp.
+
+Requires: a partitioned graph; runs before `zero`. Gives: every node that is computed once has a
+stage in ``node.meta["stage"]``; parameters know the positions along pp that hold them;
+``program.pipeline`` says how stages lie on ranks and in which order they run. The graph stays one:
+`autoshard.pipeline` makes of it what each stage runs.
+
+    before:  h = linear(x, w1); y = linear(h, w2)               pp=2
+    after:   h = linear(x, w1) in stage 0; y = linear(h, w2) in stage 1, which receives h
+
+What depends on inputs and constants only (masks, positions, tables of angles) has no stage: each
+computes what it needs. What is made of parameters alone is made in every stage that reads it. Sums
+over micro-batches become `runtime.turns.total`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from autoshard import collectives, stages
+from autoshard.chain import Pass
+from autoshard.collectives import CONVERSIONS, TABLE
+from autoshard.errors import ShardingError, message
+from autoshard.mesh import MICROBATCHES
+from autoshard.outline import draws
+from autoshard.pipeline import STAGE, Pipeline
+from autoshard.program import Program, copied, module_path
+from autoshard.runtime import rng, turns
+from autoshard.schedule import NAMES, chunks_of, schedule
+from autoshard.segments import segments
+
+
+@dataclass(frozen=True)
+class PipelineParallel(Pass):
+    """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
+    chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it)."""
+
+    name: ClassVar[str] = "pipeline_parallel"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    stages: str | None = None
+    chunks: int | None = None
+
+    def __call__(self, program: Program) -> Program:
+        ranks = program.mesh.mesh.size("pp")
+        self._refuse_what_is_wrong(program, ranks)
+        if ranks == 1:
+            return program
+        program = copied(program)
+        _sum_over_turns(program)
+        place = schedule(self.schedule, ranks, ranks, self.chunks).place
+        found = stages.parts(program)
+        text = program.stages or self.stages
+        if text is None:
+            text = stages.write(found, stages.balanced(found, len(place)))
+        of_part = stages.parse(text, found, len(place))
+        by_segment = stages.of_segments(program, found, of_part)
+        program.stages = text
+        program.pipeline = Pipeline(
+            self.schedule,
+            place,
+            1 if not program.mesh.microbatches else self.microbatches,
+            stages.labels(found, of_part),
+        )
+        Marker(program, by_segment).run()
+        return program
+
+    def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
+        wrong = []
+        if self.schedule not in NAMES:
+            wrong.append(f"schedule={self.schedule!r} is none of {', '.join(map(repr, NAMES))}")
+        elif self.chunks is not None and chunks_of(self.schedule, self.chunks) != self.chunks:
+            wrong.append(f"chunks={self.chunks!r} with schedule={self.schedule!r}")
+        count = self.microbatches
+        if count is not None and (type(count) is not int or count < 1):
+            wrong.append(f"microbatches={count!r} is no positive integer")
+        if self.stages is not None and not isinstance(self.stages, str):
+            wrong.append(f"stages={self.stages!r} is no text")
+        if ranks == 1:
+            given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+            wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]
+        if wrong:
+            raise ShardingError(
+                message(
+                    "pipeline_parallel",
+                    "; ".join(wrong),
+                    f"mesh {program.mesh.mesh}",
+                    "they say in which order the stages along pp run, and what is in them",
+                    'write them as in schedule="1f1b", microbatches=8, or leave them out',
+                )
+            )
+
+
+#: Conversions that send nothing over micro-batches: each has its own copy already.
+_OWN_COPY = ("replicate", "invariant")
+
+
+def _sum_over_turns(program: Program) -> None:
+    """What runs over ranks and micro-batches runs over micro-batches first, then over ranks."""
+    if not program.mesh.microbatches:
+        return
+    graph = program.graph
+    for node in list(graph.nodes):
+        over = node.args[1] if node.op == "call_function" and len(node.args) > 1 else ()
+        if not isinstance(over, tuple) or MICROBATCHES not in over or node.target is rng.draw:
+            continue
+        kind = CONVERSIONS.get(node.target, "")
+        if node.target is collectives.all_reduce_max:
+            inner: Any = turns.peak
+        elif kind in TABLE and TABLE[kind].forward == "sum":
+            inner = turns.total
+        elif kind == "once":
+            inner = turns.in_first
+        elif kind in _OWN_COPY:
+            inner = None
+        else:
+            raise ShardingError(
+                message(
+                    f"pipeline_parallel {module_path(node)}".strip(),
+                    f"{node.name}, {getattr(node.target, '__name__', node.target)}",
+                    f"over {','.join(over)}",
+                    "it reads rows of other micro-batches in another way than a sum",
+                    "pass microbatches=1",
+                )
+            )
+        rest = tuple(m for m in over if m != MICROBATCHES)
+        if inner is not None:
+            with graph.inserting_before(node):
+                made = graph.call_function(inner, (node.args[0],))
+            made.meta.update(node.meta)
+            for known in (program.dims, program.layouts):
+                if node in known:
+                    known[made] = known[node]
+            node.update_arg(0, made)
+        if rest:
+            node.update_arg(1, rest)
+        else:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    conversions = []
+    for conversion in program.conversions:
+        rest = tuple(m for m in conversion.axes if m != MICROBATCHES)
+        if rest:
+            conversions.append(dataclasses.replace(conversion, axes=rest))
+    program.conversions = conversions
+    for parameter in program.values.values():
+        if MICROBATCHES in parameter.layout:
+            parameter.layout = {**parameter.layout, MICROBATCHES: "I"}
+
+
+class Marker:
+    """Gives nodes their stages, and parameters their holders."""
+
+    def __init__(self, program: Program, by_segment: list[int]):
+        self.program, self.graph = program, program.graph
+        self.place = program.pipeline.place
+        #: depends on inputs and constants only; of these, on no input; made of parameters alone
+        self.free: set[fx.Node] = set()
+        self.constant: set[fx.Node] = set()
+        self.weight: set[fx.Node] = set()
+        self.at: dict[fx.Node, int] = {}
+        for segment, stage in zip(segments(self.graph), by_segment, strict=True):
+            self.at.update(dict.fromkeys(segment.nodes, stage))
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            self._classify(node)
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node not in self.free | self.weight:
+                node.meta[STAGE] = self.at[node]
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.weight and node.op == "call_function":
+                self._in_every_stage(node)
+        self._give_to_holders()
+
+    def _classify(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            parameter = self.program.values.get(node.name)
+            if parameter is None:
+                self.free.add(node)
+            elif not parameter.buffer:
+                self.weight.add(node)
+            elif node.name not in self.program.buffer_updates:
+                self.free.add(node)
+                self.constant.add(node)
+        elif node.op == "call_function" and not draws(node):
+            read = set(node.all_input_nodes)
+            if read <= self.free:
+                self.free.add(node)
+                if read <= self.constant:
+                    self.constant.add(node)
+            elif read <= self.weight | self.constant:
+                self.weight.add(node)
+
+    def _in_every_stage(self, node: fx.Node) -> None:
+        """What is made of parameters is made where it is read, once in each stage."""
+        readers: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            readers.setdefault(user.meta.get(STAGE, self.at[node]), []).append(user)
+        first, *others = sorted(readers) or [self.at[node]]
+        node.meta[STAGE] = first
+        for stage in others:
+            with self.graph.inserting_after(node):
+                copy = self.graph.node_copy(node)
+            copy.meta[STAGE] = stage
+            self.weight.add(copy)
+            for known in (self.program.dims, self.program.layouts):
+                if node in known:
+                    known[copy] = known[node]
+            for user in readers[stage]:
+                user.replace_input_with(node, copy)
+
+    def _give_to_holders(self) -> None:
+        """A parameter is held where it is read; so is a buffer that is written."""
+        updates = self.program.buffer_updates
+        results = next(n for n in self.graph.nodes if n.op == "output").args[0]
+        for node in self.graph.find_nodes(op="placeholder"):
+            parameter = self.program.values.get(node.name)
+            if parameter is None or (parameter.buffer and node.name not in updates):
+                continue
+            stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
+            if node.name in updates:
+                stages = self._of_update(node, stages, results[updates[node.name]])
+            parameter.holders = tuple(sorted({self.place[s] for s in stages or {0}}))
+
+    def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:
+        """The stage in which a buffer is read and written."""
+        found = {*readers, *([new.meta[STAGE]] if STAGE in new.meta else [])}
+        if len(found) > 1:
+            raise ShardingError(
+                message(
+                    "pipeline_parallel",
+                    f"buffer {self.program.values[node.name].name}",
+                    f"read or written in stages {', '.join(map(str, sorted(found)))}",
+                    "one stage would go on with a copy that another one has written",
+                    "use it in one layer only, or cut the stages with stages= so that it is in one",
+                )
+            )
+        return found
