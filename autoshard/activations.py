@@ -31,7 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autoshard.axes import atoms
-from autoshard.emit import bound, loss_graph
+from autoshard.emit import bound
+from autoshard.objective import loss_graph
 from autoshard.outline import Run, runs
 from autoshard.program import Program
 from autoshard.runtime import rng

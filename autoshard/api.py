@@ -23,13 +23,6 @@ from autoshard.program import Program
 from autoshard.progress import say
 from autoshard.runtime import checks
 
-#: Mesh axes and options that have a name but no pass yet, and the value that asks for nothing.
-NOT_BUILT_AXES = ("pp",)
-NOT_BUILT_OPTIONS = {
-    "microbatches": None,
-    "schedule": "1f1b",
-}
-
 
 def autoshard(
     model: nn.Module,
@@ -45,6 +38,8 @@ def autoshard(
     offload: bool = False,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    stages: str | None = None,
+    chunks: int | None = None,
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -84,15 +79,10 @@ def autoshard(
     A model on the meta device is initialised on a live mesh shard by shard; the first step raises
     ShardingError by name for what the model itself does not initialise and nothing has loaded.
     After the call on a live mesh nothing here keeps the model's values: ``del model`` frees them.
-    The other options have no effect yet, and raise ShardingError when asked for.
     Raises CaptureError, MeshError or ShardingError. On a live mesh every rank raises: one that
     failed its own error, the others a MeshError that quotes it.
     """
     spec = MeshSpec.of(mesh)
-    options = {
-        "microbatches": microbatches,
-        "schedule": schedule,
-    }
     rank = _live_rank(spec)
     source = Source(
         model,
@@ -112,6 +102,10 @@ def autoshard(
             "offload": offload,
             "recompute": recompute,
             "reduce_dtype": reduce_dtype and str(reduce_dtype).rpartition(".")[2],
+            "microbatches": microbatches,
+            "schedule": schedule,
+            "stages": stages,
+            "chunks": chunks,
         },
     )
 
@@ -119,7 +113,6 @@ def autoshard(
         _refuse_what_is_no_model(model)
         _refuse_what_is_no_type(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _refuse_what_is_no_choice(zero, zero_axes, offload, reshard_after_forward)
-        _refuse_what_is_not_built(spec, options)
         return source.program(model.training)
 
     program = compile_() if rank is None else checks.everywhere(compile_)
@@ -333,20 +326,5 @@ def _refuse_what_is_no_choice(zero: Any, zero_axes: Any, offload: Any, reshard: 
                 "options of ZeRO",
                 "they say what is shared out, over which axes, and where it is held",
                 'write them as in zero=3, zero_axes=("dp",), offload=True',
-            )
-        )
-
-
-def _refuse_what_is_not_built(spec: MeshSpec, options: dict[str, Any]) -> None:
-    axes = [f"{a}={spec.size(a)}" for a in NOT_BUILT_AXES if spec.size(a) > 1]
-    asked = [f"{k}={v!r}" for k, v in options.items() if v != NOT_BUILT_OPTIONS[k]]
-    if axes or asked:
-        raise ShardingError(
-            message(
-                "autoshard",
-                ", ".join([*(f"mesh axis {a}" for a in axes), *(f"option {o}" for o in asked)]),
-                f"mesh {spec}",
-                "there is no pass for it yet",
-                "use the mesh axes dp, cp, ep and tp, and leave these options out",
             )
         )

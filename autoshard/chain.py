@@ -79,7 +79,7 @@ def adopt(program: Program, like: Program) -> Program:
     matched where parameters, inputs and the ops of a module correspond."""
     program = shallow(program)
     axes = _matching_axes(like, program)
-    program.mesh = like.mesh
+    program.mesh, program.stages = like.mesh, like.stages
     program.assignments = [
         dataclasses.replace(a, axis=axes[id(a.axis)])
         for a in like.assignments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser, on_device, unfilled
-from autoshard.objective import no_loss
+from autoshard.objective import loss_graph, no_loss
 from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
+from autoshard.pipeline import Stage, plan_of
 from autoshard.program import Parameter, Program
 from autoshard.runtime import boxes, checks, gather, optimizers, rng, sections, stacks, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
@@ -66,24 +67,6 @@ OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
     " _places _load _frozen _modes _running _reducer _store _unfilled".split()
 )
-
-
-def loss_graph(program: Program) -> fx.Graph:
-    """The graph that computes the loss (and buffer updates) and nothing else."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(program.graph, mapping)
-    output = next(n for n in program.graph.nodes if n.op == "output")
-    results = list(output.args[0])
-    kept = [results[program.loss or 0], *(results[i] for i in program.buffer_updates.values())]
-    graph.output(tuple(mapping[n] for n in kept))
-    graph.eliminate_dead_code()
-    for node in graph.find_nodes(op="call_function", target=zero.start_gather):
-        if all(user.target is zero.release for user in node.users):  # the loss does without
-            for user in list(node.users):
-                graph.erase_node(user)
-            graph.erase_node(node)
-    return graph
 
 
 def bind(
@@ -193,7 +176,9 @@ class Mode:
     """What a module runs in training, or in evaluation: one program, bound to its rank.
 
     ``places``: by placeholder, the submodule and name under which the local tensor is held;
-    ``loads``: what takes note of a mixture of experts, by name.
+    ``loads``: what takes note of a mixture of experts, by name. On a mesh with pp ``lines`` has what
+    the rank's stages run, by stage, for the loss (True) and for all outputs; ``graph_module`` is
+    then that of the first of them for one micro-batch.
     """
 
     program: Program
@@ -203,6 +188,22 @@ class Mode:
     loss_module: fx.GraphModule | None
     units: dict[str, zero.Weights]
     loads: dict[str, Load]
+    lines: dict[bool, dict[int, BoundStage]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class BoundStage:
+    """What a rank runs of one of its stages: graphs for all micro-batches, and a module for each."""
+
+    before: fx.Graph
+    body: fx.GraphModule
+    after: fx.Graph
+
+
+def bound_stage(stage: Stage, *place: Any) -> BoundStage:
+    """A stage of a plan on one rank; ``place``: what `bind` takes behind the graph."""
+    before, after = bind(stage.before.graph, *place), bind(stage.after.graph, *place)
+    return BoundStage(before.graph, bind(stage.body.graph, *place), after.graph)
 
 
 class ShardedModule(nn.Module):
@@ -233,14 +234,14 @@ class ShardedModule(nn.Module):
         self._unfilled: dict[str, tuple[str, int]] = {}
         self._places = self._own(program)
         self._store.settle()
-        self._frozen = [k for k, p in program.parameters().items() if not p.trainable]
+        self._frozen = [k for k, p in self.held.items() if not (p.buffer or p.trainable)]
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
         self.register_state_dict_post_hook(stacks.take_apart)
         self.register_load_state_dict_pre_hook(stacks.put_together)
         self._reducer = Reducer(self) if live else None
-        for key, parameter in program.parameters().items():
-            if live:
+        for key, parameter in self.held.items():
+            if live and not parameter.buffer:
                 cut = bool(parameter.zero or parameter.stacked) or is_cut(parameter.layout)
                 optimizers.watch(self.tensor(key), parameter.name, cut)
         if live:
@@ -293,19 +294,33 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
+        if program.pipeline is not None:
+            plan_of(program, False)
         loads = {name: Load(mixture) for name, mixture in program.mixtures.items()}
         named = {**program.attentions, **loads}
         place = (program.mesh, self.rank_index, names, self._device, weights, named)
-        has_loss = program.loss is not None
-        return Mode(
-            program,
-            self._source.output(program.training),
-            places,
-            bind(program.graph, *place),
-            bind(loss_graph(program), *place) if has_loss else None,
-            weights,
-            loads,
-        )
+        output, has_loss = self._source.output(program.training), program.loss is not None
+        if program.pipeline is None:
+            graph_module = bind(program.graph, *place)
+            loss_module = bind(loss_graph(program), *place) if has_loss else None
+            return Mode(program, output, places, graph_module, loss_module, weights, loads)
+        lines = {}
+        for for_loss in (False, True) if has_loss else (False,):
+            plan = plan_of(program, for_loss)
+            own = program.pipeline.of_position(program.mesh.stage(self.rank_index))
+            lines[for_loss] = {s: bound_stage(plan.stages[s], *place) for s in own}
+        first, *_ = lines[has_loss].values()
+        return Mode(program, output, places, first.body, None, weights, loads, lines)
+
+    @property
+    def held(self) -> dict[str, Parameter]:
+        """What this rank holds any of: all but the parameters of other stages, by placeholder."""
+        mesh, rank = self.program.mesh, self.rank_index
+        return {k: p for k, p in self.program.values.items() if p.held_by(mesh, rank)}
+
+    def held_parameters(self) -> dict[str, Parameter]:
+        """Of these, the parameters."""
+        return {key: p for key, p in self.held.items() if not p.buffer}
 
     def _enter(self, training: bool) -> None:
         self._running = self._modes[training]
@@ -345,7 +360,7 @@ class ShardedModule(nn.Module):
         if self.live and any(p.value.is_meta for p in program.values.values()):
             initial = Initialiser(self._source.model, _common_seed(), self._device)
         places = {}
-        for key, parameter in program.values.items():
+        for key, parameter in self.held.items():
             name = _constant_name(program, parameter) if parameter.constant else parameter.name
             if initial is None or not parameter.value.is_meta:
                 places[key] = self._hold(program, parameter, name)
@@ -405,6 +420,9 @@ class ShardedModule(nn.Module):
                 places[key] = self._hold(program, parameter, _constant_name(program, parameter))
                 continue
             own = self.program.values[held[parameter.name]]
+            if not parameter.held_by(program.mesh, self.rank_index):
+                different += [parameter.name] if held[parameter.name] in self._places else []
+                continue
             if not _held_alike(own, self.program.mesh, parameter, program.mesh):
                 different.append(parameter.name)
             places[key] = self._places[held[parameter.name]]
@@ -443,6 +461,15 @@ class ShardedModule(nn.Module):
         """The local tensor of a placeholder (a parameter, buffer or constant)."""
         return _held(self._places[key])
 
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank holds, by placeholder. Backward reads a buffer as it was: one that a step
+        writes is handed over as a copy."""
+        updated = self.running.buffer_updates
+        return {
+            key: _held(place).clone() if key in updated else _held(place)
+            for key, place in self._running.places.items()
+        }
+
     def arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The graph's arguments: parameters, then inputs in the order captured."""
         given = dict(kwargs)
@@ -452,13 +479,7 @@ class ShardedModule(nn.Module):
             checks.call(self.running, self._signature, given)
             checks.frozen(self.program, {key: self.tensor(key) for key in self._frozen})
         wanted = self.running.inputs.values()
-        updated = self.running.buffer_updates
-        # backward reads a buffer as it was: one that this call writes is handed over as a copy
-        held = [
-            _held(place).clone() if key in updated else _held(place)
-            for key, place in self._running.places.items()
-        ]
-        return [*held, *(given[n] for n in wanted)]
+        return [*self.held_tensors().values(), *(given[n] for n in wanted)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._checked_arguments(args, kwargs)
@@ -805,7 +826,7 @@ def _common_seed() -> int:
 
 def _held_alike(ours: Parameter, our_mesh: SubMesh, theirs: Parameter, mesh: SubMesh) -> bool:
     """Whether two programs hold the same slices of a parameter, and reduce its gradient alike."""
-    if ours.zero != theirs.zero:
+    if (ours.zero, ours.holders) != (theirs.zero, theirs.holders):
         return False
     cut = any(s not in ("I", R) for p in (ours, theirs) for s in p.layout.values())
     for rank in range(mesh.mesh.world_size if cut else 0):

@@ -7,6 +7,7 @@ from torch import fx
 
 from autoshard.errors import CaptureError, message
 from autoshard.program import Program, tensor_results
+from autoshard.runtime.zero import release, start_gather
 
 aten = torch.ops.aten
 
@@ -85,3 +86,21 @@ def _differentiable(program: Program) -> set[fx.Node]:
         if flows and any(t.is_floating_point() or t.is_complex() for t in tensor_results(node)):
             reached.add(node)
     return reached
+
+
+def loss_graph(program: Program) -> fx.Graph:
+    """The graph that computes the loss (and buffer updates) and nothing else."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(program.graph, mapping)
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    results = list(output.args[0])
+    kept = [results[program.loss or 0], *(results[i] for i in program.buffer_updates.values())]
+    graph.output(tuple(mapping[n] for n in kept))
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="call_function", target=start_gather):
+        if all(user.target is release for user in node.users):  # the loss does without
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
+    return graph

@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
+from autoshard.axes import Axis, atoms
 from autoshard.errors import ShardingError, message
 from autoshard.collectives import CONVERSIONS, TABLE
+from autoshard.layout import piece_bounds
+from autoshard.mesh import MICROBATCHES
+from autoshard.objective import loss_graph
 from autoshard.program import Program, module_path
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
@@ -54,6 +60,10 @@ class Pipeline:
         """The order in which ranks run their stages for so many micro-batches."""
         chunks = self.stages // self.ranks
         return schedule(self.schedule, self.ranks, microbatches, chunks)
+
+    def count(self, rows: int) -> int:
+        """How many micro-batches so many rows of a rank make."""
+        return self.microbatches or self.most(rows)
 
     def most(self, rows: int) -> int:
         """How many micro-batches to make of so many rows of a rank, when nothing says."""
@@ -140,6 +150,8 @@ class Planner:
 
     def plan(self) -> Plan:
         self._refuse_late_in_the_middle()
+        # results of inputs alone, which no stage has: the last one makes them
+        self.stage |= {n: self.count - 1 for n in self.outputs if self._is_left(n)}
         wanted: list[dict[fx.Node, None]] = [{} for _ in range(self.count)]
         crossing: dict[tuple[int, int], dict[fx.Node, None]] = {}
         for node in self.nodes:
@@ -180,6 +192,9 @@ class Planner:
             once,
             joint,
         )
+
+    def _is_left(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node not in self.stage and node not in self.early
 
     def _seed(self) -> tuple[fx.Node | None, bool, bool]:
         """What backward starts from; whether in the first micro-batch only; whether in all at
@@ -265,3 +280,49 @@ def _is_sum_of_ranks(node: fx.Node) -> bool:
     """Whether a node sums over ranks what each has computed, and passes its gradient on as it is."""
     kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
     return kind is not None and (kind.forward, kind.backward) == ("sum", "identity")
+
+
+def split_inputs(program: Program, inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """The inputs of a rank (by placeholder) in micro-batches: pieces of their rows, as even as may
+    be; what has no rows is in each."""
+    found = [dict(inputs) for _ in range(count)]
+    for node in program.graph.find_nodes(op="placeholder"):
+        axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
+        if node.name not in inputs or not isinstance(axis, Axis):
+            continue
+        at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
+        whole = inputs[node.name]
+        for turn, each in enumerate(found):
+            start, stop = piece_bounds(whole.shape[at], count, turn)
+            each[node.name] = whole.narrow(at, start, stop - start)
+    return found
+
+
+def rows_of(program: Program, inputs: dict[str, Any]) -> int:
+    """How many rows a rank's inputs (by placeholder) have; 1 where they are not cut in time."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
+        if node.name in inputs and isinstance(axis, Axis):
+            at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
+            return int(inputs[node.name].shape[at])
+    return 1
+
+
+def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
+    """One of the program's results of all micro-batches, of those of each: their rows behind each
+    other, where it has rows."""
+    results = next(n for n in program.graph.nodes if n.op == "output").args[0]
+    node = next(n for n in results if n.name == name)
+    axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
+    if len(by_turn) == 1 or not isinstance(axis, Axis):
+        return by_turn[0]
+    at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
+    return torch.cat(by_turn, at)
+
+
+def plan_of(program: Program, for_loss: bool) -> Plan:
+    """The plan of a program, or of its loss; made once."""
+    known = program.plans
+    if for_loss not in known:
+        known[for_loss] = plan(program, loss_graph(program) if for_loss else program.graph, for_loss)
+    return known[for_loss]

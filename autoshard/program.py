@@ -153,6 +153,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict)  # inputs that are no tensors, by name
     units: dict[str, Unit] = field(default_factory=dict)
     pipeline: Any = None  # an `autoshard.pipeline.Pipeline`, on a mesh with pp
+    plans: dict[bool, Any] = field(default_factory=dict)  # see `autoshard.pipeline.plan_of`
     stages: str | None = None  # what is in each stage, as `autoshard.stages` writes it
     offload: bool = False  # parameters, and so optimizer states, are held in host memory
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example

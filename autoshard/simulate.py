@@ -144,7 +144,7 @@ class _Gathered(torch.autograd.Function):
                 torch.zeros(e.shape, dtype=units[0].unit.dtype) if g is None else g.clone()
                 for e, g in zip(entries, held, strict=True)
             ]
-            sum_over_ranks(entries[0].parameter, mesh, wholes)
+            sum_over_ranks(entries[0].parameter, mesh, dict(enumerate(wholes)))
             for r, (entry, whole) in enumerate(zip(entries, wholes, strict=True)):
                 mine = whole[slice(*entry.bounds)] if entry.shape else whole
                 found[r * count + i] = mine.clone()
@@ -156,12 +156,12 @@ def _section(unit: Any, shards: list[torch.Tensor]) -> torch.Tensor:
     return sections.pack(unit.entries, shards, empty)
 
 
-def sum_over_ranks(parameter: Parameter, mesh: SubMesh, wholes: list[torch.Tensor]) -> None:
-    """Sum gradients of a parameter's slice, one of each rank, in place, as its layout says."""
-    pieces = [gather.slice_pieces(parameter, mesh, r) for r in range(len(wholes))]
-    for at, ((*_, over), _) in enumerate(pieces[0]):
+def sum_over_ranks(parameter: Parameter, mesh: SubMesh, wholes: dict[int, torch.Tensor]) -> None:
+    """Sum gradients of a parameter's slice, by rank that has one, in place, as its layout says."""
+    pieces = {r: gather.slice_pieces(parameter, mesh, r) for r in wholes}
+    for at, ((*_, over), _) in enumerate(next(iter(pieces.values()))):
         done: set[int] = set()
-        for r in range(len(wholes)):
+        for r in wholes:
             if r in done or not over:
                 continue
             group = mesh.peers(r, over)
@@ -207,7 +207,7 @@ def simulate(
 
 def _step(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> None:
     try:
-        values = _run(node, mesh, env, units)
+        values = run_node(node, mesh, env, units)
     except RuntimeError as error:
         raise RuntimeError(
             f"{node.format_node()} from {node.meta.get('origin')}: {error}"
@@ -244,7 +244,10 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _run(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> list[Any]:
+def run_node(
+    node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
+) -> list[Any]:
+    """One node on all ranks, whose values by node are ``env``; see `simulate`."""
     if node.target in (zero.start_gather, zero.release):
         return [None] * len(env)
     calls = [fx.map_arg((node.args, node.kwargs), lambda n, e=e: e[n]) for e in env]

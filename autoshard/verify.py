@@ -17,18 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.axes import atoms
 from autoshard.capture import bind_inputs, data_ranks
-from autoshard.emit import ShardedModule, loss_graph
+from autoshard.emit import ShardedModule
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
 from autoshard.inputs import find_inputs
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MeshSpec
-from autoshard.objective import no_loss
+from autoshard.objective import loss_graph, no_loss
 from autoshard.outputs import tensors_of
+from autoshard.pipeline import joined, plan_of, rows_of, split_inputs
 from autoshard.program import Parameter, Program, module_path
 from autoshard.progress import say
 from autoshard.runtime import boxes, gather, rng
 from autoshard.runtime.loads import loads_of, share_of
 from autoshard.simulate import simulate, sum_over_ranks
+from autoshard.simulate_pipeline import simulate_pipeline
 
 RELATIVE, FLOOR = 1e-9, 1e-12
 #: Reports with more rows are printed with one row a kind.
@@ -201,6 +203,10 @@ def verify(
     max_norm: float = 1.0,
     optimizer: Any = None,
     accumulate: int = 1,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages: str | None = None,
+    chunks: int | None = None,
     sequence_parallel: bool = True,
     context_parallel: str = "ring",
     expert_capacity: float | None = None,
@@ -258,11 +264,15 @@ def verify(
             "zero_axes": zero_axes,
             "reshard_after_forward": reshard_after_forward,
             "recompute": recompute,
+            "microbatches": microbatches,
+            "schedule": schedule,
+            "stages": stages,
+            "chunks": chunks,
         },
         raise_precision=True,
     )
     program = source.program(reference.training)
-    if program.wrong_loss:
+    if program.wrong_loss or (program.loss is None and program.pipeline is not None):
         raise no_loss("verify", program)
     if not any(p.trainable for p in program.values.values()):
         raise CaptureError(
@@ -453,6 +463,9 @@ def _run_step(
     step: str,
 ) -> None:
     """Forward and backward of all ranks; losses and outputs are compared."""
+    if program.pipeline is not None:
+        _run_stages(report, program, ranks, batch, expected, step)
+        return
     arguments = [m.arguments((), split_batch(program, batch, r)) for r, m in enumerate(ranks)]
     units = [{**m.units, **m._running.loads} for m in ranks]
     place = (program.mesh, arguments, units, program.attentions)
@@ -474,6 +487,43 @@ def _run_step(
             module._update_buffers(results[r], program.buffer_updates)
 
 
+def _run_stages(
+    report: Report,
+    program: Program,
+    ranks: list[ShardedModule],
+    batch: Any,
+    expected: Any,
+    step: str,
+) -> None:
+    """The same with layers in stages: first the outputs of all micro-batches, then a step."""
+    inputs, units = [], [{**m.units, **m._running.loads} for m in ranks]
+    for r in range(len(ranks)):
+        given = split_batch(program, batch, r)
+        own = {key: given[name] for key, name in program.inputs.items()}
+        count = program.pipeline.count(rows_of(program, own))
+        inputs.append(split_inputs(program, own, count))
+    held = [m.held_tensors() for m in ranks]
+    loss, *updates = plan_of(program, True).results
+    seed = torch.get_rng_state()
+    with torch.no_grad():
+        found = simulate_pipeline(program, plan_of(program, False), held, inputs, units, False)
+    torch.set_rng_state(seed)
+    results = simulate_pipeline(program, plan_of(program, True), held, inputs, units, True)
+    wanted = expected[program.output_names[program.loss]]
+    for r, got in enumerate(results):
+        if loss in got:
+            report.add(f"{step} loss", f"rank {r}", got[loss][0], wanted)
+        with torch.no_grad():
+            for name, key in zip(updates, program.buffer_updates, strict=True):
+                if name in got:
+                    ranks[r].tensor(key).copy_(got[name][0])
+    outputs = plan_of(program, False).results
+    made = [
+        [joined(program, n, got[n]) if n in got else None for n in outputs] for got in found
+    ]
+    _compare_outputs(report, program, made, expected, step)
+
+
 @torch.no_grad()
 def _compare_gradients(
     report: Report, program: Program, ranks: list[ShardedModule], model: nn.Module, step: int
@@ -481,7 +531,7 @@ def _compare_gradients(
     reduce_gradients(program, ranks)
     named = dict(model.named_parameters())
     for key, parameter in program.parameters().items():
-        got = [m.tensor(key).grad for m in ranks]
+        got = {r: m.tensor(key).grad for r, m in _holders(parameter, ranks)}
         for own in parameter.own:
             reference = next(named[n] for n in own.names if n in named)
             pairs = _beside(program, own, got, reference.grad)
@@ -489,13 +539,24 @@ def _compare_gradients(
             _drop_noise(program, own, got, reference.grad)
 
 
-def _drop_noise(program: Program, parameter: Parameter, held: list[Any], whole: Any) -> None:
+def _holders(
+    parameter: Parameter, ranks: list[ShardedModule]
+) -> Iterator[tuple[int, ShardedModule]]:
+    """The ranks that hold any of a parameter."""
+    for r, module in enumerate(ranks):
+        if parameter.held_by(module.program.mesh, r):
+            yield r, module
+
+
+def _drop_noise(
+    program: Program, parameter: Parameter, held: dict[int, Any], whole: Any
+) -> None:
     """What is zero to the floor becomes zero everywhere, once compared: AdamW divides a gradient by
     its own size, and would make a step of the rounding of one that is zero in exact arithmetic."""
-    if whole is None or any(local is None for local in held):
+    if whole is None or any(local is None for local in held.values()):
         return
     noise = whole.abs() <= FLOOR
-    for r, local in enumerate(held):
+    for r, local in held.items():
         for box in boxes.held(parameter, program.mesh, r):
             part, mask = box.of(local), boxes.part_of(noise, box.offsets, box.sizes)
             part[mask & (part.abs() <= FLOOR)] = 0
@@ -516,12 +577,14 @@ def _compare_outputs(
         )
         if not cut:
             for r, result in enumerate(results):
-                report.add(f"{step} output {name}", f"rank {r}", result[i], expected[name])
+                if result[i] is not None:  # else another stage has it
+                    report.add(f"{step} output {name}", f"rank {r}", result[i], expected[name])
             continue
         axis, dims = layout[cut[0]], program.dims[output.args[0][i]]
         at = next(d for d, dim in enumerate(dims) if axis in set(atoms(dim)))
         groups = {tuple(mesh.peers(r, cut)) for r in range(len(results))}
-        wholes = [torch.cat([results[r][i] for r in group], at) for group in sorted(groups)]
+        there = [g for g in sorted(groups) if results[g[0]][i] is not None]
+        wholes = [torch.cat([results[r][i] for r in group], at) for group in there]
         pairs = [(whole, expected[name]) for whole in wholes]
         report.add_all(f"{step} output", name, pairs)
 
@@ -530,28 +593,45 @@ def reduce_gradients(program: Program, ranks: list[ShardedModule]) -> None:
     """What the buckets do on live ranks, of parameters that no unit reduces."""
     in_units = program.in_units
     for key, parameter in program.parameters().items():
-        tensors = [m.tensor(key) for m in ranks]
-        if key in in_units or not parameter.trainable or all(t.grad is None for t in tensors):
+        tensors = {r: m.tensor(key) for r, m in _holders(parameter, ranks)}
+        if not parameter.trainable or all(t.grad is None for t in tensors.values()):
             continue
-        for tensor in tensors:
-            tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        sum_over_ranks(parameter, program.mesh, [t.grad for t in tensors])
+        if len(parameter.holders or ()) > 1 or key not in in_units:
+            for tensor in tensors.values():
+                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if key not in in_units:
+            sum_over_ranks(parameter, program.mesh, {r: t.grad for r, t in tensors.items()})
+        for group in _tied(parameter, program, tensors):
+            total = torch.stack([tensors[r].grad for r in group]).sum(0)
+            for r in group:
+                tensors[r].grad = total.clone()
+
+
+def _tied(parameter: Parameter, program: Program, ranks: Any) -> list[list[int]]:
+    """Of a parameter that several stages hold, the ranks that hold the same part of it."""
+    if len(parameter.holders or ()) < 2:
+        return []
+    count = program.mesh.mesh.world_size // program.mesh.mesh.size("pp")
+    groups: dict[int, list[int]] = {}
+    for r in ranks:
+        groups.setdefault(r % count, []).append(r)
+    return list(groups.values())
 
 
 def _beside(
-    program: Program, parameter: Parameter, held: list[Any], whole: torch.Tensor | None
+    program: Program, parameter: Parameter, held: dict[int, Any], whole: torch.Tensor | None
 ) -> list[tuple[Any, Any]]:
     """What every rank holds of a parameter or gradient, with what it should hold."""
     if whole is None:
-        return [(local, None) for local in held]
+        return [(local, None) for local in held.values()]
     mesh = program.mesh
     if parameter.place is None:
         return [
             (local, gather.local_value(parameter, mesh, r, lambda _: whole))
-            for r, local in enumerate(held)
+            for r, local in held.items()
         ]
     out: list[tuple[Any, Any]] = []
-    for r, local in enumerate(held):  # a stack: what is of this parameter
+    for r, local in held.items():  # a stack: what is of this parameter
         found = boxes.held(parameter, mesh, r)
         expected = [boxes.part_of(whole, box.offsets, box.sizes).flatten() for box in found]
         got = [box.of(local).flatten() for box in found] if local is not None else []
@@ -568,6 +648,7 @@ def _compare_parameters(
         for own in parameter.own:
             names = [n for n in own.names if n in state]
             if names:
-                pairs = _beside(program, own, [m.tensor(key) for m in ranks], state[names[0]])
+                held = {r: m.tensor(key) for r, m in _holders(parameter, ranks)}
+                pairs = _beside(program, own, held, state[names[0]])
                 kind = "buffer" if own.buffer else "parameter"
                 report.add_all(f"{kind} after the steps", own.name, pairs)

@@ -16,6 +16,7 @@ from passes.fuse_experts import FuseExperts
 from passes.infer_axes import InferAxes
 from passes.overlap_experts import OverlapExperts
 from passes.partition import Partition
+from passes.pipeline_parallel import PipelineParallel
 from passes.recompute import Recompute
 from passes.sequence_parallel import SequenceParallel
 from passes.tensor_parallel import TensorParallel
@@ -35,6 +36,7 @@ PASSES: dict[str, type[Pass]] = {
         ExpertParallel,
         Partition,
         OverlapExperts,
+        PipelineParallel,
         Zero,
         Recompute,
     )
@@ -64,6 +66,10 @@ def chain(
     offload: bool = False,
     reduce_dtype: str | None = None,
     recompute: str = "none",
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages: str | None = None,
+    chunks: int | None = None,
 ) -> list[Pass]:
     """The passes that `autoshard` runs, in order. ``balance``: hold tokens in zigzag order where
     attention is causal. Raises ShardingError for a value of ``recompute``, ``context_parallel`` or
@@ -104,7 +110,7 @@ def chain(
         FuseAttention(transport),
         FuseExperts(capacity=expert_capacity),
         InferAxes(),
-        DataParallel(),
+        DataParallel(microbatches),
         TensorParallel(strict=strict),
         ContextParallel(context_parallel, balance),
     ]
@@ -112,6 +118,7 @@ def chain(
         steps.append(SequenceParallel())
     steps.append(ExpertParallel())
     steps += [Partition(), OverlapExperts()]
+    steps.append(PipelineParallel(schedule, microbatches, stages, chunks))
     steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
     if recompute == "block":
         steps.append(Recompute())

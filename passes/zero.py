@@ -11,7 +11,8 @@ piece of dim 0, and a graph that gathers them, a segment at a time, one segment 
 
 The gradient of a `wait_gather` is the reduction of its weights' gradients. Stages differ in what is
 kept: 1 keeps weights, and gradients whole until they are reduced; 2 keeps weights and reduces in
-every backward; 3 keeps neither, and gathers weights in forward and again in backward. See
+every backward (of a pipeline: in the last of a step); 3 keeps neither, and gathers weights in
+forward and again in backward. See
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
@@ -30,6 +31,7 @@ from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import REPLICATING_AXES
+from autoshard.pipeline import STAGE
 from autoshard.program import Conversion, Program, Unit, copied
 from autoshard.rules.experts import EXPERTS
 from autoshard.runtime.gather import slice_shape
@@ -129,8 +131,11 @@ class Zero(Pass):
         for node in program.graph.find_nodes(op="placeholder"):
             if node.name in moved:
                 users = sorted(node.users, key=first.__getitem__)
+                early: dict[int, fx.Node] = {}  # the first one in each stage of a pipeline
                 for user in users:
-                    at = place[users[0] if self._keeps else user]
+                    early.setdefault(user.meta.get(STAGE, 0), user)
+                for user in users:
+                    at = place[early[user.meta.get(STAGE, 0)] if self._keeps else user]
                     readers.setdefault(at, {}).setdefault(node.name, []).append(user)
         shards = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
         order = sorted(readers)
@@ -198,8 +203,9 @@ class Zero(Pass):
                 dtype,
                 getattr(torch, self.reduce_dtype) if self.reduce_dtype else None,
                 self._keeps,
-                self.stage < 2,
+                self.stage < 2 or (self.stage == 2 and program.pipeline is not None),
                 at,
+                readers[keys[0]][0].meta.get(STAGE, 0),
             )
             found.append(unit)
         return found

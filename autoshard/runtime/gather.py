@@ -151,9 +151,9 @@ def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -
     """A whole tensor of zeros with this rank's part in it, where this rank is the first to hold it:
     the sum over all ranks is the whole parameter."""
     kept = torch.zeros_like(local)
-    coordinate = mesh.coordinate(rank)
+    coordinate, first = mesh.coordinate(rank), parameter.first_held_by(mesh, rank)
     for piece, cut in pieces(parameter, mesh, rank):
-        if all(coordinate[m] == 0 for m in mesh.axes if m not in cut):
+        if first and all(coordinate[m] == 0 for m in mesh.axes if m not in cut):
             view_of(kept, piece).copy_(view_of(local, piece))
     shape = list(local.shape)
     for at, wanted in enumerate(positions(parameter, mesh, rank)):
@@ -167,7 +167,7 @@ def squared_norm(module: Any) -> torch.Tensor:
     """This rank's share of the squared gradient norm: the sum over all ranks is the model's."""
     mesh = module.program.mesh
     shares, device, dtype = [], None, torch.float32
-    for key, parameter in module.program.parameters().items():
+    for key, parameter in module.held_parameters().items():
         tensor = module.tensor(key)
         device = device or tensor.device
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -175,6 +175,7 @@ def squared_norm(module: Any) -> torch.Tensor:
             continue
         for piece, cut in pieces(parameter, mesh, module.rank_index):
             copies = math.prod(mesh.size(m) for m in mesh.axes if m not in cut)
+            copies *= len(parameter.holders or (0,))
             wide = torch.promote_types(tensor.dtype, torch.float32)  # 300 squared is no half
             square = torch.linalg.vector_norm(view_of(tensor.grad, piece), dtype=wide) ** 2
             shares.append((square / copies).to(device))
@@ -186,7 +187,7 @@ def squared_norm(module: Any) -> torch.Tensor:
 def scale_gradients(module: Any, norm: torch.Tensor, max_norm: float) -> None:
     """Multiply every gradient by max_norm / norm where that is below one."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for key in module.program.parameters():
+    for key in module.held_parameters():
         grad = module.tensor(key).grad
         if grad is not None:
             grad.mul_(factor.to(grad.device, grad.dtype))

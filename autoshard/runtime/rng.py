@@ -7,12 +7,17 @@ position on those axes; other random ops draw from the common stream. Streams fo
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from autoshard.mesh import MICROBATCHES
+from autoshard.runtime import turns
+
 #: Odd constants that spread seeds and positions (Knuth, multiplicative hashing).
-GOLDEN, APART = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
+GOLDEN, APART, BETWEEN = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019, 0xD6E8FEB86659FD93
 
 
 def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +26,10 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     # one number of the common stream per op, the same on every rank, keeps the streams in step
     seed = number()
-    mixed = (seed * GOLDEN + (link.index + 1) * APART) % 2**63
+    mixed = seed * GOLDEN + (link.index + 1) * APART
+    if MICROBATCHES in link.axes:
+        mixed += turns.turn * BETWEEN
+    mixed %= 2**63
     generator = _generator_of(*args, *kwargs.values())
     state = generator.get_state()
     generator.manual_seed(mixed)
@@ -29,6 +37,23 @@ def draw(op: Any, link: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def stream(seed: int, stage: int) -> Iterator[None]:
+    """Meanwhile the default generators are at the start of a stream of a stage's own, the same for
+    every micro-batch: `draw` parts these where they are parts of a value."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_available():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    states = [g.get_state() for g in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed((seed * GOLDEN + (stage + 1) * BETWEEN) % 2**63)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class _Number:

@@ -538,7 +538,13 @@ class Store:
 
 def weights_of(program: Program, store: Store) -> dict[str, Weights]:
     """What a program gathers together, by name, on the rank of the store."""
-    found = {name: Weights(unit, store, program) for name, unit in program.units.items()}
+    here = program.pipeline.of_position(program.mesh.stage(store.rank)) if program.pipeline else [0]
+    found = {
+        name: Weights(unit, store, program)
+        for name, unit in program.units.items()
+        if unit.stage in here
+    }
     for node in program.graph.find_nodes(op="call_function", target=wait_gather):
-        found[node.args[2]].again = RECOMPUTE in node.meta
+        if node.args[2] in found:
+            found[node.args[2]].again = RECOMPUTE in node.meta
     return found

@@ -1,0 +1,5 @@
+import contextlib
+class Queue:
+    @contextlib.contextmanager
+    def open(self): yield
+    def run(self): pass
