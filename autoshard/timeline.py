@@ -170,13 +170,13 @@ class Formula:
 @dataclass(frozen=True)
 class _Published:
     """A formula for any size: ``idle`` seconds for each rank but one, of times F, I, W, and
-    whether it is ``exact``, of p, m, I, W."""
+    whether it is ``exact``, of p, m, F, I, W."""
 
     idle: Callable[[float, float, float], float]
     text: str
     source: str
     holds: str = ""
-    exact: Callable[[int, int, float, float], bool] = lambda p, m, i, w: True
+    exact: Callable[[int, int, float, float, float], bool] = lambda p, m, f, i, w: True
 
 
 PUBLISHED = {
@@ -195,24 +195,24 @@ PUBLISHED = {
         "(p-1)/(vm+p-1)",
         "Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
         "for m >= p",
-        lambda p, m, i, w: m >= p,
+        lambda p, m, f, i, w: m >= p,
     ),
     "zb": _Published(
         lambda f, i, w: f + i - w,
         "x/(m(F+I+W)+x), x=(p-1)(F+I-W)",
         "ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 2",
-        "for m >= p and W <= I",
-        lambda p, m, i, w: m >= p and w <= i,
+        "for m >= p, W <= F, W <= I",
+        lambda p, m, f, i, w: m >= p and w <= f and w <= i,
     ),
     # The report's (PP/2-1)(F&B+B-3W) with PP = 2p stages. F&B is a forward and a backward that
     # overlap. One after the other they take F+B, but then no rank has to wait for both, and what
-    # is left is (p-1)(F+I-W) where F >= I >= W.
+    # is left is (p-1)(F+I-W) where W <= I <= F <= 2I.
     "dualpipev": _Published(
         lambda f, i, w: f + 2 * i - w,
         "x/(2m(F+I+W)+x), x=(p-1)(F&B+B-3W), F&B=F+B",
         "DualPipe of DeepSeek-V3, arXiv:2412.19437, section 3.2.1",
-        "at most, for m >= 2p and W <= I",
-        lambda p, m, i, w: p == 1,
+        "at most, for m >= 2p, W <= I, F <= B",
+        lambda p, m, f, i, w: p == 1,
     ),
 }
 
@@ -247,7 +247,7 @@ def formula(
     found = PUBLISHED[name]
     idle = (ranks - 1) * max(0.0, found.idle(F, I, W))
     share = idle / (chunks * microbatches * (F + I + W) + idle)
-    exact = found.exact(ranks, microbatches, I, W)
+    exact = found.exact(ranks, microbatches, F, I, W)
     return Formula(share, found.text, found.holds, found.source, exact)
 
 
