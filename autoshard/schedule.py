@@ -14,22 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tabulate import tabulate
+
 from autoshard.errors import ShardingError, message
-from autoshard.timeline import Event, Timeline, bubble
+from autoshard.timeline import Event, Formula, Timeline, bubble, bubble_line, formula
 
 __all__ = [
     "NAMES",
     "Action",
     "Costs",
+    "Formula",
     "Schedule",
     "Transfer",
     "activation_bytes",
     "activations",
     "adjacent",
     "bubble",
+    "bubble_line",
     "check",
     "chunks_of",
     "dry_run",
+    "formula",
     "schedule",
     "steps",
 ]
@@ -144,6 +149,24 @@ class Schedule:
         """The actions of one rank, in order."""
         return self.actions[rank]
 
+    def grid(self, format: str = "simple") -> str:
+        """Ranks down, units of time across, where F, I and W take one unit and B two; blank where a
+        rank is idle. ``format`` is one of tabulate's. ShardingError where some rank gets stuck.
+
+        >>> print(schedule("1f1b", 2, 2).grid("plain"))
+        rank    0    1    2    3    4    5    6    7    8
+        0       0F0  0F1            0B0  ..        0B1  ..
+        1            1F0  1B0  ..   1F1  1B1  ..
+        """
+        spans = _run(_Routes(self, None, None), _units)
+        length = int(max((end for _, end in spans.values()), default=0))
+        rows = [[str(rank)] + [""] * length for rank in range(self.ranks)]
+        for action, (start, end) in spans.items():
+            cells = [str(action), *[".."] * (int(end - start) - 1)]
+            rows[self.place[action.stage]][1 + int(start) : 1 + int(end)] = cells
+        headers = ["rank", *map(str, range(length))]
+        return tabulate(rows, headers, tablefmt=format, disable_numparse=True)
+
     def __str__(self) -> str:
         place = ",".join(map(str, self.place))
         head = f"{self.name}: ranks={self.ranks} microbatches={self.microbatches} place={place}"
@@ -194,19 +217,17 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
             )
         )
     usual = 2 if name in ("interleaved", "dualpipev") else 1
-    if chunks is None:
+    if chunks is None or chunks == usual:
         return usual
-    if chunks == usual or (name == "interleaved" and chunks >= 1):
+    if name == "interleaved" and chunks >= 1:
         return chunks
     raise ShardingError(
         message(
             f"schedule {name}",
             "stages a rank",
             f"chunks={chunks}",
-            "interleaved has any number from 1"
-            if name == "interleaved"
-            else f"{name} always has {usual}",
-            f"leave chunks out, or give {usual}; schedule interleaved takes others",
+            f"{name} has {'at least 1' if name == 'interleaved' else f'always {usual}'}",
+            "leave chunks out, or use schedule interleaved with chunks of at least 1",
         )
     )
 
@@ -363,36 +384,14 @@ class _Routes:
     ) -> None:
         edges = adjacent(plan.stages) if edges is None else edges
         back = edges if back is None else back
-        stages = range(plan.stages)
-        wrong = [e for e in edges if e[0] not in stages or e[1] not in stages or e[0] >= e[1]]
-        unknown = sorted(set(back) - set(edges))
-        if wrong or unknown:
-            raise ShardingError(
-                message(
-                    f"schedule {plan.name}",
-                    "edges between stages",
-                    "; ".join(
-                        [f"edge {a} to {b}" for a, b in wrong]
-                        + [f"gradients of {a} to {b}, which is no edge" for a, b in unknown]
-                    ),
-                    f"an edge goes from a stage to a later one, of 0 to {plan.stages - 1}, and "
-                    "gradients return along some of the edges",
-                    "give edges as (stage that makes a value, later stage that reads it)",
-                )
-            )
+        _check_edges(plan, edges, back)
         self.plan = plan
         self.joint = joint
         self.all = {action for rank in plan.actions for action in rank}
-        self.makers: dict[int, list[int]] = defaultdict(list)
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        self.returns: dict[int, list[int]] = defaultdict(list)
-        self.returned: dict[int, list[int]] = defaultdict(list)
-        for a, b in sorted(set(edges)):
-            self.makers[b].append(a)
-            self.readers[a].append(b)
-        for a, b in sorted(set(back)):
-            self.returned[a].append(b)
-            self.returns[b].append(a)
+        # Per stage, those whose values it reads, and those that read its own.
+        self.sources, self.readers = _ends(edges)
+        # Per stage, those to which its gradients go, and those from which it gets gradients.
+        self.back_to, self.back_from = _ends(back)
 
     def backward(self, stage: int, microbatch: int) -> Action:
         """The action that gives the gradients of a stage's inputs: I where it is split, else B."""
@@ -403,10 +402,10 @@ class _Routes:
         """The actions that an action waits for, on whatever rank."""
         s, m = action.stage, action.microbatch
         if action.kind == "F":
-            return [Action(a, "F", m) for a in self.makers[s]]
+            return [Action(a, "F", m) for a in self.sources[s]]
         if action.kind == "W":
             return [Action(s, "I", m)]
-        needed = [Action(s, "F", m), *(self.backward(t, m) for t in self.returned[s])]
+        needed = [Action(s, "F", m), *(self.backward(t, m) for t in self.back_from[s])]
         if not self.joint:
             return needed
         last = self.plan.stages - 1
@@ -416,15 +415,60 @@ class _Routes:
         """The stages that read what an action makes."""
         if action.kind == "W":
             return []
-        return (self.readers if action.kind == "F" else self.returns)[action.stage]
+        return (self.readers if action.kind == "F" else self.back_to)[action.stage]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Start and end of every action that ran, and how many of its actions each rank ran."""
+def _ends(edges: Edges) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """The starts of the edges into each stage, and the ends of those out of it, in order."""
+    starts: dict[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[int]] = defaultdict(list)
+    for a, b in sorted(set(edges)):
+        starts[b].append(a)
+        ends[a].append(b)
+    return starts, ends
 
-    spans: dict[Action, tuple[float, float]]
-    done: list[int]
+
+def _check_edges(plan: Schedule, edges: Edges, back: Edges) -> None:
+    """Raise ShardingError unless edges go forward between stages, and gradients along them."""
+    stages = range(plan.stages)
+    wrong = [
+        f"edge {a} to {b}" for a, b in edges if a not in stages or b not in stages or a >= b
+    ] + [f"gradients of {a} to {b}, which is no edge" for a, b in sorted(set(back) - set(edges))]
+    if wrong:
+        raise ShardingError(
+            message(
+                f"schedule {plan.name}",
+                "edges between stages",
+                "; ".join(wrong),
+                f"an edge goes from a stage to a later one, of 0 to {plan.stages - 1}, and "
+                "gradients return along some of the edges",
+                "give edges as (stage that makes a value, later stage that reads it)",
+            )
+        )
+
+
+# --- what is legal, and when it runs ---
+
+
+def check(
+    plan: Schedule, edges: Edges | None = None, back: Edges | None = None, joint: bool = False
+) -> None:
+    """Raise ShardingError unless every rank can run all its actions.
+
+    ``edges``: (stage that makes a value, later stage that reads it), by default those of a chain.
+    ``back``: those of them along which gradients return, all by default. ``joint``: the loss is no
+    sum over micro-batches, so that no backward begins before the last stage has run all forwards.
+
+    The error lists all actions that are missing, superfluous or on a rank that does not hold their
+    stage; else all ranks that are stuck, at which action, and what it waits for.
+    """
+    _run(_Routes(plan, edges, back), _units)
+    if joint:
+        _run(_Routes(plan, edges, back, joint), _units)
+
+
+def _units(action: Action) -> int:
+    return UNITS[action.kind]
 
 
 def _run(
@@ -432,12 +476,14 @@ def _run(
     cost: Callable[[Action], float],
     delay: Callable[[Action, Action], float] = lambda made, reader: 0,
     processors: int | None = None,
-) -> _Run:
-    """Run all ranks: each starts its next action when it is free and what it needs has arrived.
+) -> dict[Action, tuple[float, float]]:
+    """Start and end of every action: each rank starts its next one when it is free and what that
+    needs has arrived. ShardingError where the actions are wrong, or ranks get stuck.
 
     Actions start in the order in which they become ready. That is known without looking back: one
     whose needs have not run yet becomes ready after any that is ready now.
     """
+    _check_actions(routes.plan)
     actions = routes.plan.actions
     spans: dict[Action, tuple[float, float]] = {}
     done = [0] * len(actions)
@@ -447,6 +493,7 @@ def _run(
     ready: list[tuple[float, int]] = []
 
     def look(rank: int) -> None:
+        """Note when a rank can start its next action, or the first thing that it still lacks."""
         if done[rank] == len(actions[rank]):
             return
         action = actions[rank][done[rank]]
@@ -464,35 +511,42 @@ def _run(
         when, rank = heapq.heappop(ready)
         action = actions[rank][done[rank]]
         start = max(when, heapq.heappop(cores))
-        spans[action] = start, start + cost(action)
-        free[rank] = spans[action][1]
+        free[rank] = start + cost(action)
+        spans[action] = start, free[rank]
         heapq.heappush(cores, free[rank])
         done[rank] += 1
         for each in (rank, *waiting.pop(action, ())):
             look(each)
-    return _Run(spans, done)
+    stuck = {rank: row[done[rank]] for rank, row in enumerate(actions) if done[rank] < len(row)}
+    if stuck:
+        raise _stuck(routes, stuck, spans)
+    return spans
 
 
-def _units(action: Action) -> int:
-    return UNITS[action.kind]
+def _stuck(
+    routes: _Routes, stuck: dict[int, Action], spans: Mapping[Action, object]
+) -> ShardingError:
+    """The error of ranks that cannot go on at an action."""
+    plan, lines = routes.plan, []
+    for rank, action in stuck.items():
+        waits = [need for need in routes.needs(action) if need not in spans]
+        shown = ", ".join(f"{need} of rank {plan.place[need.stage]}" for need in waits[:4])
+        more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
+        lines.append(f"rank {rank} is stuck at {action}, waiting for {shown}{more}")
+    why = "what each waits for comes later on its own rank, or on a rank that is stuck"
+    remedy = "put the actions that are waited for earlier on their ranks"
+    if routes.joint:
+        why = (
+            "the loss is no sum over micro-batches: no backward begins before the last stage has "
+            "run all forwards"
+        )
+        remedy = "use schedule gpipe, which runs all forwards first"
+    ranks = f"{len(stuck)} of {plan.ranks} ranks"
+    return ShardingError(message(f"schedule {plan.name}", ranks, "; ".join(lines), why, remedy))
 
 
-# --- what is legal ---
-
-
-def check(
-    plan: Schedule, edges: Edges | None = None, back: Edges | None = None, joint: bool = False
-) -> None:
-    """Raise ShardingError unless every rank can run all its actions.
-
-    ``edges``: (stage that makes a value, later stage that reads it), by default those of a chain.
-    ``back``: those of them along which gradients return, all by default. ``joint``: the loss is no
-    sum over micro-batches, so that no backward begins before the last stage has run all forwards.
-
-    The error lists all actions that are missing, superfluous or on a rank that does not hold their
-    stage; else all ranks that are stuck, at which action, and what it waits for.
-    """
-    routes = _Routes(plan, edges, back, joint)
+def _check_actions(plan: Schedule) -> None:
+    """Raise ShardingError unless each stage runs once for each micro-batch, on its rank."""
     wrong = list(_wrong_actions(plan))
     if wrong:
         raise ShardingError(
@@ -505,47 +559,25 @@ def check(
                 "add, remove or move these actions",
             )
         )
-    run = _run(routes, _units)
-    stuck = [rank for rank, actions in enumerate(plan.actions) if run.done[rank] < len(actions)]
-    if not stuck:
-        return
-    lines = []
-    for rank in stuck:
-        action = plan.actions[rank][run.done[rank]]
-        waits = [need for need in routes.needs(action) if need not in run.spans]
-        shown = ", ".join(f"{n} of rank {plan.place[n.stage]}" for n in waits[:4])
-        more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
-        lines.append(f"rank {rank} is stuck at {action}, waiting for {shown}{more}")
-    why = "what each waits for comes later on its own rank, or on a rank that is stuck"
-    remedy = "put the actions that are waited for earlier on their ranks"
-    if joint:
-        why = (
-            "the loss is no sum over micro-batches: no backward begins before the last stage has "
-            "run all forwards"
-        )
-        remedy = "use schedule gpipe, which runs all forwards first"
-    stuck_ranks = f"{len(stuck)} of {plan.ranks} ranks"
-    raise ShardingError(
-        message(f"schedule {plan.name}", stuck_ranks, "; ".join(lines), why, remedy)
-    )
 
 
 def _wrong_actions(plan: Schedule) -> Iterator[str]:
     """In words, what a schedule has too much, and then what it lacks."""
+    if len(plan.actions) != plan.ranks or not set(plan.place) <= set(range(plan.ranks)):
+        yield f"stages on ranks {plan.place} and {len(plan.actions)} rows for {plan.ranks} ranks"
+        return
+    size = f"{plan.stages} stages and {plan.microbatches} micro-batches"
     times: Counter[Action] = Counter()
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             times[action] += 1
-            if action.stage >= plan.stages or action.microbatch >= plan.microbatches:
-                yield (
-                    f"{action} on rank {rank}, where there are {plan.stages} stages and "
-                    f"{plan.microbatches} micro-batches"
-                )
-            elif plan.place[action.stage] != rank:
-                yield (
-                    f"{action} on rank {rank}, where rank {plan.place[action.stage]} holds "
-                    f"stage {action.stage}"
-                )
+            s, m = action.stage, action.microbatch
+            if s not in range(plan.stages) or m not in range(plan.microbatches):
+                yield f"{action} on rank {rank}, where there are {size}"
+            elif action.kind not in UNITS:
+                yield f"{action} on rank {rank}, which is none of {' '.join(UNITS)}"
+            elif plan.place[s] != rank:
+                yield f"{action} on rank {rank}, where rank {plan.place[s]} holds stage {s}"
     yield from (f"{action} {n} times" for action, n in times.items() if n > 1)
     for stage, m in itertools.product(range(plan.stages), range(plan.microbatches)):
         f, b, i, w = (Action(stage, kind, m) for kind in "FBIW")
@@ -569,16 +601,15 @@ def steps(
 ) -> tuple[tuple[Action | Transfer, ...], ...]:
     """What each rank does in order, transfers included; a tuple a rank.
 
-    ``edges`` and ``back`` are as in `check`, which runs first.
+    ``edges`` and ``back`` are as in `check`, whose errors it raises too.
 
     There is one order of all actions, that in which they end where F, I and W take one unit of time
     and B two. Both ends of a transfer stand right behind the action that made its data; each rank's
     list is its part of that order. So all ranks post transfers in the same order, which cannot
     deadlock even where a send waits for its receive, and a receive stands before what reads it.
     """
-    check(plan, edges, back)
     routes = _Routes(plan, edges, back)
-    spans = _run(routes, _units).spans
+    spans = _run(routes, _units)
     lists: list[list[Action | Transfer]] = [[] for _ in range(plan.ranks)]
     for action in sorted(spans, key=lambda each: (spans[each][1], plan.place[each.stage])):
         here = plan.place[action.stage]
@@ -672,10 +703,19 @@ def dry_run(
     A rank runs its actions in order, each as soon as the rank is free and all that it needs has
     arrived. Transfers take time but hold nobody up. ``processors``: at most so many ranks compute
     at once, first come, first served (a host with fewer cores than ranks). ``edges`` and ``back``
-    are as in `check`, which runs first.
+    are as in `check`, whose errors it raises too.
     """
-    check(plan, edges, back)
     _fitting(plan, costs, "forward", "inputs", "weights")
+    if processors is not None and processors < 1:
+        raise ShardingError(
+            message(
+                f"schedule {plan.name}",
+                "the dry run",
+                f"processors={processors}",
+                "no rank could ever compute",
+                "give at least 1, or None for one a rank",
+            )
+        )
     place = plan.place
 
     def delay(made: Action, reader: Action) -> float:
@@ -684,7 +724,7 @@ def dry_run(
 
     routes = _Routes(plan, edges, back)
     events = []
-    for action, (start, end) in _run(routes, costs.of, delay, processors).spans.items():
+    for action, (start, end) in _run(routes, costs.of, delay, processors).items():
         s, m, here = action.stage, action.microbatch, place[action.stage]
         events.append(Event(here, action.kind, str(action), s, m, start, end))
         for to in routes.targets(action):
@@ -695,7 +735,7 @@ def dry_run(
                     Event(rank, kind, label, s, m, end, end + seconds)
                     for rank, kind in ((here, "send"), (place[to], "receive"))
                 ]
-    return Timeline(tuple(events), plan.ranks, plan.name)
+    return Timeline(tuple(events), plan.ranks, plan.name, "predicted")
 
 
 def _alive(plan: Schedule, size: Callable[[int], float]) -> Iterable[float]:
