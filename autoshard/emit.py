@@ -23,12 +23,25 @@ from autoshard.outline import code_of, outlined
 from autoshard.outputs import Output
 from autoshard.pipeline import Stage, plan_of
 from autoshard.program import Parameter, Program
-from autoshard.runtime import boxes, checks, gather, optimizers, rng, sections, stacks, zero
+from autoshard.runtime import (
+    along,
+    boxes,
+    checks,
+    failures,
+    gather,
+    optimizers,
+    rng,
+    sections,
+    stacks,
+    zero,
+)
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
+from autoshard.runtime.staged import Line, Wire, along_pipeline
+from autoshard.runtime.ties import Ties
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -65,7 +78,8 @@ NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
-    " _places _load _frozen _modes _running _reducer _store _unfilled".split()
+    " _places _load _frozen _modes _running _reducer _store _unfilled"
+    " wire ties calls _counts".split()
 )
 
 
@@ -158,17 +172,24 @@ def make_groups(
     make it, in one order of axes: no rank waits for groups that it is not in. ``known`` keeps them
     by ``purpose`` and ranks, for the next program. They wait as long for a rank as the default
     group does."""
-    import torch.distributed as dist
-
     mine = {}
     for axes in wanted:
         ranks = tuple(program.mesh.peers(rank, axes))
-        if (purpose, ranks) not in known:
-            known[purpose, ranks] = dist.new_group(
-                list(ranks), timeout=_timeout(device), use_local_synchronization=True
-            )
-        mine[axes] = known[purpose, ranks]
+        mine[axes] = make_group(ranks, known, device, purpose)
     return mine
+
+
+def make_group(
+    ranks: tuple[int, ...], known: dict[Any, Any], device: torch.device, purpose: str = ""
+) -> Any:
+    """A process group of some ranks, as `make_groups` makes them."""
+    import torch.distributed as dist
+
+    if (purpose, ranks) not in known:
+        known[purpose, ranks] = dist.new_group(
+            list(ranks), timeout=_timeout(device), use_local_synchronization=True
+        )
+    return known[purpose, ranks]
 
 
 @dataclass(eq=False)
@@ -177,8 +198,8 @@ class Mode:
 
     ``places``: by placeholder, the submodule and name under which the local tensor is held;
     ``loads``: what takes note of a mixture of experts, by name. On a mesh with pp ``lines`` has what
-    the rank's stages run, by stage, for the loss (True) and for all outputs; ``graph_module`` is
-    then that of the first of them for one micro-batch.
+    the rank's stages run, by stage, for the loss (True) and for all outputs, and ``runs`` runs them
+    on a live mesh; ``graph_module`` is then that of the first of them for one micro-batch.
     """
 
     program: Program
@@ -189,6 +210,7 @@ class Mode:
     units: dict[str, zero.Weights]
     loads: dict[str, Load]
     lines: dict[bool, dict[int, BoundStage]] = field(default_factory=dict)
+    runs: dict[bool, Line] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -226,6 +248,10 @@ class ShardedModule(nn.Module):
         self._device = _device_of(program) if live else None
         self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
+        self.wire: Any = None
+        self.ties: Any = None
+        self.calls = 0  # steps and forwards so far
+        self._counts: dict[bool, int] = {}  # micro-batches, by mode
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
         self._load: list[ExpertLoad] = []
@@ -291,6 +317,8 @@ class ShardedModule(nn.Module):
             made = make_groups(program, self.rank_index, sums, *known, "gradients")
             self._store.sums.update(made)
             self._groups = groups if program is self.program else self._groups
+            if program.pipeline is not None and self.wire is None:
+                self._reach_along_pipeline(program)
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
@@ -310,7 +338,24 @@ class ShardedModule(nn.Module):
             own = program.pipeline.of_position(program.mesh.stage(self.rank_index))
             lines[for_loss] = {s: bound_stage(plan.stages[s], *place) for s in own}
         first, *_ = lines[has_loss].values()
-        return Mode(program, output, places, first.body, None, weights, loads, lines)
+        mode = Mode(program, output, places, first.body, None, weights, loads, lines)
+        if self.live:
+            mode.runs = {fl: Line(self, program, own, fl) for fl, own in lines.items()}
+        return mode
+
+    def _reach_along_pipeline(self, program: Program) -> None:
+        assert self._device is not None
+        ranks = tuple(along_pipeline(program.mesh, self.rank_index))
+        group = make_group(ranks, self._groups_by_ranks, self._device, "stages")
+        at = program.mesh.stage(self.rank_index)
+        self.wire = Wire(group, program.pipeline.place, at, self._device)
+        self.ties = Ties(self, self._groups_by_ranks)
+
+    def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
+        """Whether backward reduces gradients from here on; ``stage``: those of a stage alone."""
+        self._syncing = self._store.syncing = syncing
+        if self._reducer is not None:
+            self._reducer.stage = stage
 
     @property
     def held(self) -> dict[str, Parameter]:
@@ -481,7 +526,14 @@ class ShardedModule(nn.Module):
         wanted = self.running.inputs.values()
         return [*self.held_tensors().values(), *(given[n] for n in wanted)]
 
+    def _inputs(self, arguments: list[Any]) -> dict[str, Any]:
+        """Of a graph's arguments the inputs, by placeholder."""
+        names = self.running.inputs
+        return dict(zip(names, arguments[len(arguments) - len(names) :], strict=True))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.running.pipeline is not None:
+            return self._forward_in_stages(args, kwargs)
         arguments = self._checked_arguments(args, kwargs)
         with self._gathering(own_loss=False):
             results = self.graph_module(*arguments)
@@ -507,7 +559,10 @@ class ShardedModule(nn.Module):
             arguments = self.arguments(args, kwargs)
         except Exception as caught:
             error = caught
-        checks.first_batch(self, arguments[len(self.running.values) :], error)
+        inputs = self._inputs(arguments) if error is None else {}
+        checks.first_batch(self, list(inputs.values()), error)
+        if self.running.pipeline is not None:
+            self._counts[mode] = checks.micro_batches(self.running, inputs)
         self._checked.add(mode)
         return arguments
 
@@ -540,7 +595,7 @@ class ShardedModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward; returns the loss of the global batch, the same on every rank."""
         loss_module = self._running.loss_module
-        if loss_module is None:
+        if self.running.loss is None:
             raise no_loss("train_step", self.running)
         if not torch.is_grad_enabled():
             raise ShardingError(
@@ -552,13 +607,47 @@ class ShardedModule(nn.Module):
                     "call it outside, or call the module itself for its loss alone",
                 )
             )
+        if self.running.pipeline is not None:
+            return self._step_in_stages(args, kwargs)
         arguments = self._checked_arguments(args, kwargs)
+        assert loss_module is not None
         with self._gathering(own_loss=True):
             results = loss_module(*arguments)
         updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
         self._update_buffers(results, updates)
         results[0].backward()
         return results[0].detach()
+
+    def _step_in_stages(self, args: Any, kwargs: Any) -> torch.Tensor:
+        program, syncing = self.running, self._syncing
+        with failures.told(self, "train_step"):
+            arguments = self._checked_arguments(args, kwargs)
+            line = self._running.runs[True]
+            self.ties.reopen()
+            found = line.run(self._inputs(arguments), self._counts[program.training], syncing)
+            if syncing:
+                self.ties.sum()
+            loss, *updates = line.plan.results
+            self._update_named(found, updates)
+            return along.loss(self, found.get(loss))
+
+    def _forward_in_stages(self, args: Any, kwargs: Any) -> Any:
+        program = self.running
+        with failures.told(self, "forward"), torch.no_grad():
+            arguments = self._checked_arguments(args, kwargs)
+            line = self._running.runs[False]
+            count = self._counts[program.training]
+            found = line.run(self._inputs(arguments), count, self._syncing)
+            results = list(line.plan.results)
+            self._update_named(found, [results[i] for i in program.buffer_updates.values()])
+            outputs = along.everywhere(self, line.plan, found)
+        return self.structured([outputs[name] for name in results])
+
+    def _update_named(self, found: Mapping[str, Any], names: list[str]) -> None:
+        with torch.no_grad():
+            for key, name in zip(self.running.buffer_updates, names, strict=True):
+                if name in found:
+                    _held(self._running.places[key]).copy_(found[name])
 
     def _update_buffers(self, results: Any, updates: dict[str, int]) -> None:
         with torch.no_grad():
@@ -582,11 +671,11 @@ class ShardedModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them; the next backward outside reduces the sum."""
-        self._syncing = self._store.syncing = False
+        self.set_syncing(False)
         try:
             yield
         finally:
-            self._syncing = self._store.syncing = True
+            self.set_syncing(True)
 
     @property
     def code(self) -> str:

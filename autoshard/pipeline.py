@@ -24,13 +24,10 @@ from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
-from autoshard.program import Program, module_path
+from autoshard.program import STAGE, Program, module_path
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
-
-#: The key of ``node.meta`` under which the stage of a node stands; none: every stage computes it.
-STAGE = "stage"
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,21 @@ def gathered_weight(program: Program, node: fx.Node) -> Parameter | None:
     return program.values[program.units[source.args[2]].keys[node.args[1]]]
 
 
+#: The key of ``node.meta`` under which a node's stage of a pipeline stands; none: all compute it.
+STAGE = "stage"
+
+
+def stages_of_parameters(program: Program) -> dict[str, set[int]]:
+    """The stages of a pipeline that read each parameter, by placeholder."""
+    if program.pipeline is None:
+        return {}
+    found: dict[str, set[int]] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name in program.values:
+            found[node.name] = {u.meta[STAGE] for u in node.users if STAGE in u.meta}
+    return found
+
+
 def module_path(node: fx.Node) -> str:
     """The path, in the model, of the module that a node was traced from; '' for the model
     itself."""

@@ -28,8 +28,8 @@ from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import MICROBATCHES
 from autoshard.outline import draws
-from autoshard.pipeline import STAGE, Pipeline
-from autoshard.program import Program, copied, module_path
+from autoshard.pipeline import Pipeline
+from autoshard.program import STAGE, Program, copied, module_path
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
 from autoshard.segments import segments

@@ -31,8 +31,7 @@ from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, R
 from autoshard.mesh import REPLICATING_AXES
-from autoshard.pipeline import STAGE
-from autoshard.program import Conversion, Program, Unit, copied
+from autoshard.program import STAGE, Conversion, Program, Unit, copied
 from autoshard.rules.experts import EXPERTS
 from autoshard.runtime.gather import slice_shape
 from autoshard.runtime.sections import entries, trainable

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autoshard.program import Program
+from autoshard.program import Program, stages_of_parameters
 from autoshard.runtime.gather import Piece, reductions, view_of
 
 BUCKET_BYTES = 25 * 2**20
@@ -28,9 +28,11 @@ BUCKET_BYTES = 25 * 2**20
 @dataclass
 class Bucket:
     """Pieces of gradients summed over the same mesh axes in one all-reduce, and where each starts.
-    ``first``: whether this rank is the one of its group that keeps an earlier sum."""
+    ``first``: whether this rank is the one of its group that keeps an earlier sum; ``stage``: that of
+    a pipeline whose backward completes them."""
 
     axes: tuple[str, ...]
+    stage: int | None
     first: bool
     dtype: torch.dtype
     device: torch.device
@@ -85,16 +87,19 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.of: dict[str, list[tuple[Bucket, Piece, int]]] = {}
         self._fill(bucket_bytes)
-        self._present: dict[tuple[str, ...], tuple[list[str], torch.Tensor]] = {}
+        self._present: dict[Any, tuple[list[str], torch.Tensor]] = {}
         for bucket in self.buckets:
-            if bucket.axes not in self._present:
+            kind = bucket.stage, bucket.axes
+            if kind not in self._present:
                 keys = [
                     k
                     for k, homes in self.of.items()
-                    if any(b.axes == bucket.axes for b, *_ in homes)
+                    if any((b.stage, b.axes) == kind for b, *_ in homes)
                 ]
                 flags = torch.ones(len(keys), device=module.tensor(keys[0]).device)
-                self._present[bucket.axes] = keys, flags
+                self._present[kind] = keys, flags
+        self.stage: int | None = None  # of a pipeline, the one whose backward runs
+        self._active: list[Bucket] = []  # those that this backward reduces
         self._summed: set[str] = set()  # parameters whose .grad is a sum over the ranks
         self._accumulators: list[Any] = []
         self._task = -1  # the backward that is being reduced, by autograd's number of it
@@ -110,21 +115,31 @@ class Reducer:
     def _fill(self, bucket_bytes: int) -> None:
         module, mesh, rank = self.module, self.module.program.mesh, self.module.rank_index
         open_: dict[Any, Bucket] = {}
+        held, stages = module.held_parameters(), stages_of_parameters(module.program)
         for key in in_order_of_gradients(module.program):
+            if key not in held:
+                continue
+            own = [s for s in stages.get(key, ()) if self._is_here(s)]
+            stage = min(own, default=None)  # backward comes to the first one last
             tensor = module.tensor(key)
             homes = self.of.setdefault(key, [])
             for piece in reductions(module.program.values[key], mesh, rank):
-                kind = (piece[3], tensor.dtype, tensor.device)
+                kind = (stage, piece[3], tensor.dtype, tensor.device)
                 bucket = open_.get(kind)
                 if bucket is None or bucket.numel * tensor.element_size() >= bucket_bytes:
                     first = mesh.index(rank, piece[3]) == 0
-                    bucket = open_[kind] = Bucket(piece[3], first, tensor.dtype, tensor.device)
+                    about = piece[3], stage, first, tensor.dtype, tensor.device
+                    bucket = open_[kind] = Bucket(*about)
                     self.buckets.append(bucket)
                 bucket.keys += all(home is not bucket for home, *_ in homes)
                 bucket.pieces.append((key, piece, bucket.numel))
                 homes.append((bucket, piece, bucket.numel))
                 bucket.numel += view_of(tensor, piece).numel()
         self.of = {key: homes for key, homes in self.of.items() if homes}
+
+    def _is_here(self, stage: int) -> bool:
+        program = self.module.program
+        return program.pipeline.place[stage] == program.mesh.stage(self.module.rank_index)
 
     @torch.no_grad()
     def _reopen(self, key: str) -> None:
@@ -147,15 +162,16 @@ class Reducer:
             task != self._task
         ):  # an earlier backward that raised may have left its buckets half done
             self._task, self._next = task, 0
-            for bucket in self.buckets:
+            self._active = [b for b in self.buckets if b.stage == self.stage]
+            for bucket in self._active:
                 bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         for bucket, piece, start in self.of[key]:
             self._put(bucket, key, piece, start)
         for bucket in {id(bucket): bucket for bucket, *_ in self.of[key]}.values():
             bucket.waiting -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._launch(self.buckets[self._next])
+        while self._next < len(self._active) and self._active[self._next].waiting == 0:
+            self._launch(self._active[self._next])
             self._next += 1
 
     @torch.no_grad()
@@ -187,23 +203,25 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for bucket in self.buckets[self._next :]:
+        for bucket in self._active[self._next :]:
             self._launch(bucket)
         self._add_missing()
         self._task = -1
-        for bucket in self.buckets:
+        for bucket in self._active:
             bucket.work.wait()
             self._take(bucket)
             bucket.flat = bucket.work = None
-        for key in self.of:
-            if self.module.tensor(key).grad is not None:
+        for key, homes in self.of.items():
+            if homes[0][0].stage == self.stage and self.module.tensor(key).grad is not None:
                 self._summed.add(key)
 
     def _add_missing(self) -> None:
         """Give a parameter without a gradient one of zeros where another rank has one. Only a rank
         that lacks a gradient looks at what the others have: no other waits for the device."""
         works, missing = [], []
-        for axes, (keys, ones) in self._present.items():
+        for (stage, axes), (keys, ones) in self._present.items():
+            if stage != self.stage:
+                continue
             has = [self.module.tensor(key).grad is not None for key in keys]
             flags = ones if all(has) else ones.new_tensor(has)
             works.append(self._all_reduce(flags, axes, "MAX"))  # ones stay ones

@@ -23,6 +23,7 @@ from autoshard.errors import (
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.mesh import DATA_AXES
+from autoshard.pipeline import rows_of
 from autoshard.program import Program
 from autoshard.rules import op_name
 from autoshard.runtime import rng
@@ -335,6 +336,13 @@ def _warn_of_equal_rows(mesh: Any, everyone: list[list[float]]) -> None:
                 f"each is to have rows of its own of the global batch",
                 stacklevel=4,
             )
+
+
+def micro_batches(program: Program, inputs: dict[str, torch.Tensor]) -> int:
+    """In how many micro-batches every rank takes its rows, this step and all others: the fewest
+    that any rank would make of its own."""
+    mine = program.pipeline.count(rows_of(program, inputs))
+    return min(_exchange(mine))
 
 
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:

@@ -1,0 +1,68 @@
+"""Parameters that several stages hold: their gradients are summed once a step.
+
+Each rank that holds one has the gradient of what its own stages read. When a step has reduced these
+over the data axes, ranks with the same part of the parameter in other stages add theirs: copies then
+get the same gradient, and stay the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ties:
+    """The parameters of a rank that other stages hold too, by the ranks that hold the same part."""
+
+    def __init__(self, module: Any, known: dict[Any, Any]):
+        from autoshard.emit import make_group
+        from autoshard.runtime.staged import along_pipeline
+
+        self.module, self.groups = module, list[tuple[Any, int, list[str]]]()
+        self._summed: dict[str, torch.Tensor] = {}
+        program, rank = module.program, module.rank_index
+        peers = along_pipeline(program.mesh, rank)
+        by_holders: dict[tuple[int, ...], list[str]] = {}
+        for key, parameter in program.parameters().items():
+            if parameter.trainable and len(parameter.holders or ()) > 1:
+                by_holders.setdefault(parameter.holders, []).append(key)
+        here = program.mesh.stage(rank)
+        for holders in sorted(by_holders):
+            if here in holders:
+                ranks = tuple(peers[p] for p in holders)
+                group = make_group(ranks, known, module._device, "ties")
+                self.groups.append((group, holders.index(here), by_holders[holders]))
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """Gradients that are a sum already become a summand: one rank keeps it."""
+        for _, index, keys in self.groups:
+            for key in keys:
+                grad = self.module.tensor(key).grad
+                if index and grad is not None and self._summed.get(key) is grad:
+                    grad.zero_()
+        self._summed.clear()
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Sum over the ranks that hold the same part; every rank of these calls it."""
+        for group, _, keys in self.groups:
+            tensors = [self.module.tensor(key) for key in keys]
+            tensors = [t for t in tensors if t.requires_grad]
+            for dtype in dict.fromkeys(t.dtype for t in tensors):
+                alike = [t for t in tensors if t.dtype == dtype]
+                grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in alike]
+                device = self.module._device
+                flat = torch.cat([g.to(device).flatten() for g in grads])
+                dist.all_reduce(flat, group=group)
+                for tensor, grad, part in zip(
+                    alike, grads, flat.split([g.numel() for g in grads]), strict=True
+                ):
+                    tensor.grad = grad.copy_(part.view_as(grad))
+        for _, _, keys in self.groups:
+            for key in keys:
+                grad = self.module.tensor(key).grad
+                if grad is not None:
+                    self._summed[key] = grad
