@@ -42,6 +42,7 @@ from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 from autoshard.runtime.staged import Line, Wire, along_pipeline
 from autoshard.runtime.ties import Ties
+from autoshard.timeline import Timeline
 
 LINKED = {
     *collectives.CONVERSIONS,
@@ -642,6 +643,25 @@ class ShardedModule(nn.Module):
             self._update_named(found, [results[i] for i in program.buffer_updates.values()])
             outputs = along.everywhere(self, line.plan, found)
         return self.structured([outputs[name] for name in results])
+
+    def timeline(self) -> Timeline:
+        """When each stage ran what in the last `train_step`, on a live mesh with pp; all ranks call
+        it, and wait. Save it as a picture or a trace with its ``save``. Raises ShardingError where
+        there is none."""
+        line = self._running.runs.get(True)
+        if line is None or not line.spans:
+            raise ShardingError(
+                message(
+                    "timeline",
+                    "a step in stages",
+                    f"mesh {self.program.mesh.mesh}",
+                    "there has been none"
+                    if self.program.pipeline
+                    else "a mesh without pp has no stages",
+                    "call it after train_step on a live mesh with pp",
+                )
+            )
+        return line.timeline()
 
     def _update_named(self, found: Mapping[str, Any], names: list[str]) -> None:
         with torch.no_grad():

@@ -8,6 +8,7 @@ handed over, and hands over what it makes. A `Wire` carries that between process
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -89,10 +90,19 @@ class Step:
 class Runner:
     """The stages of one position along pp in one plan."""
 
-    def __init__(self, plan: Plan, stages: Sequence[int], engine: Engine, carrier: Carrier):
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[int],
+        engine: Engine,
+        carrier: Carrier,
+        clock: Callable[[], Any] = time.perf_counter,
+    ):
         self.plan, self.own, self.engine, self.carrier = plan, tuple(stages), engine, carrier
         self.step: Step | None = None
         self.most = 0  # micro-batches alive at one time
+        self.clock = clock
+        self.began: Any = None  # when the last action had all it needs
 
     # --- a step ---
 
@@ -206,6 +216,7 @@ class Runner:
             received[source] = self.carrier.take(source, stage, turn, back=False)
             for name, each in zip(names, received[source], strict=True):
                 step.values[name, turn] = each
+        self.began = self.clock()
         arguments = [
             [self._value(name, turn, r) for name in what.body.takes]
             for r in range(self.engine.ranks)
@@ -248,6 +259,7 @@ class Runner:
     def _backward(self, stage: int, turn: int, kind: str) -> None:
         step, what = self._step, self.plan.stages[stage]
         alive = step.alive[stage, turn]
+        self.began = self.clock()
         if kind == "W":
             if alive.queue is not None:
                 alive.queue.run()
@@ -261,6 +273,7 @@ class Runner:
                 grads = self.carrier.take(stage, target, turn, back=True)
                 for name, each in zip(names, grads, strict=True):
                     self._add(stage, turn, name, each)
+        self.began = self.clock()
         if alive.ones is not None:
             self._add(stage, turn, self.plan.seed, alive.ones)
         found = step.grads.pop((stage, turn), {})

@@ -8,15 +8,15 @@ of the inputs: a header that says types, shapes, and what needs gradients goes a
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from autoshard.errors import AutoshardError, MeshError, message
 from autoshard.mesh import SubMesh
 from autoshard.outline import draws
 from autoshard.pipeline import joined, plan_of, rows_of, split_inputs
@@ -181,10 +181,12 @@ class Line:
         self.position = program.mesh.stage(module.rank_index)
         self.engine = OneRank(module, lines, for_loss)
         own = self.pipeline.of_position(self.position)
-        self.runner = Runner(self.plan, own, self.engine, module.wire)
+        clock = functools.partial(_now, module._device)
+        self.runner = Runner(self.plan, own, self.engine, module.wire, clock)
         self.random = any(draws(n) for s in self.plan.stages for n in s.body.graph.nodes)
         self._orders: dict[int, tuple[bool, list[tuple[Action | Transfer, bool]]]] = {}
-        self.spans: list[tuple[Any, Any, Any]] = []
+        #: of the last run: actions, when each began and when it ended
+        self.spans: list[tuple[Action, Any, Any]] = []
 
     def order(self, count: int) -> tuple[bool, list[tuple[Action | Transfer, bool]]]:
         """Whether backward is in two parts, and what this rank does; of every action, whether no
@@ -220,9 +222,8 @@ class Line:
                 if isinstance(step, Transfer):
                     wire.post(step)
                     continue
-                begin = _now(module._device)
                 self.runner.run(step, last, splits)
-                self.spans.append((step, begin, _now(module._device)))
+                self.spans.append((step, self.runner.began, self.runner.clock()))
             found = self.runner.end()
             wire.finish()
         finally:
@@ -235,14 +236,43 @@ class Line:
         }
 
 
+    def timeline(self) -> Timeline:
+        """When the ranks along pp ran what in the last run; all of them call it, and wait. Times
+        are seconds from the first begin; clocks of other hosts are taken to agree."""
+        ends = [(str(a), *_seconds(begin, end, self.spans[0][1])) for a, begin, end in self.spans]
+        wire = self.module.wire
+        told: list[Any] = [None] * len(wire.ranks)
+        dist.all_gather_object(told, ends, group=wire.group)
+        first = min(begin for of_rank in told for _, begin, _ in of_rank)
+        events = []
+        for rank, of_rank in enumerate(told):
+            for text, begin, end in of_rank:
+                a = Action.parse(text)
+                about = a.stage, a.microbatch, begin - first, end - first
+                events.append(Event(rank, a.kind, text, *about))
+        return Timeline(tuple(events), len(told), self.pipeline.schedule, "measured")
+
+
 def _shape(x: Any) -> Any:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
 def _now(device: torch.device) -> Any:
-    """The time, or on a GPU an event that will know it."""
+    """The time; on a GPU beside it an event that will know when the work so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
-    return event
+    return time.perf_counter(), event
+
+
+def _seconds(begin: Any, end: Any, first: Any) -> tuple[float, float]:
+    """When an action began and ended: on a GPU by the device's time since the first one did."""
+    if isinstance(begin, float):
+        return begin, end
+    end[1].synchronize()
+    origin, event = first
+    return (
+        origin + event.elapsed_time(begin[1]) / 1000,
+        origin + event.elapsed_time(end[1]) / 1000,
+    )
