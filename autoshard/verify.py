@@ -289,8 +289,10 @@ def verify(
     ranks = [ShardedModule(program, r, False, source) for r in range(spec.world_size)]
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params))
-    own = make([p for p in reference.parameters() if p.requires_grad])
-    theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
+    own, *theirs = [
+        make(trained) if (trained := [p for p in m.parameters() if p.requires_grad]) else None
+        for m in (reference, *ranks)
+    ]
     for step in range(steps):
         say(f"step {step + 1} of {steps}")
         for turn in range(accumulate):
@@ -307,8 +309,9 @@ def verify(
         report.add(f"step {step} gradient norm", "", total, norm)
         for module, each in zip(ranks, theirs, strict=True):
             gather.scale_gradients(module, total, max_norm)
-            each.step()
-            each.zero_grad()
+            if each is not None:  # else its stages train nothing
+                each.step()
+                each.zero_grad()
         own.step()
         own.zero_grad()
     _compare_parameters(report, program, ranks, reference)
@@ -518,9 +521,7 @@ def _run_stages(
                 if name in got:
                     ranks[r].tensor(key).copy_(got[name][0])
     outputs = plan_of(program, False).results
-    made = [
-        [joined(program, n, got[n]) if n in got else None for n in outputs] for got in found
-    ]
+    made = [[joined(program, n, got[n]) if n in got else None for n in outputs] for got in found]
     _compare_outputs(report, program, made, expected, step)
 
 
@@ -548,9 +549,7 @@ def _holders(
             yield r, module
 
 
-def _drop_noise(
-    program: Program, parameter: Parameter, held: dict[int, Any], whole: Any
-) -> None:
+def _drop_noise(program: Program, parameter: Parameter, held: dict[int, Any], whole: Any) -> None:
     """What is zero to the floor becomes zero everywhere, once compared: AdamW divides a gradient by
     its own size, and would make a step of the rounding of one that is zero in exact arithmetic."""
     if whole is None or any(local is None for local in held.values()):

@@ -262,7 +262,7 @@ def test_the_graph_table_of_a_small_model():
     ]
     assert [
         line[1] for line in got[len(want) :]
-    ] == "mul new_full all_reduce div all_reduce".split()
+    ] == "mul full all_reduce div all_reduce".split()
 
 
 def test_the_graph_table_lists_every_node_and_collective():
