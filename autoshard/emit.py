@@ -641,7 +641,12 @@ class ShardedModule(nn.Module):
             found = line.run(self._inputs(arguments), count, self._syncing)
             results = list(line.plan.results)
             self._update_named(found, [results[i] for i in program.buffer_updates.values()])
-            outputs = along.everywhere(self, line.plan, found)
+            if program.pipeline.outputs == "last":
+                outputs = along.on_last(self, line.plan, found)
+            else:
+                outputs = along.everywhere(self, line.plan, found)
+        if outputs is None:
+            return None
         return self.structured([outputs[name] for name in results])
 
     def timeline(self) -> Timeline:

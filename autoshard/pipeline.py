@@ -34,11 +34,13 @@ from autoshard.schedule import Schedule, schedule
 class Pipeline:
     """How a program is laid out over pp. ``place``: of every stage the position along pp;
     ``microbatches``: how many (None: the largest divisor of a rank's rows up to four a rank of pp);
+    ``outputs``: whether a forward gives them on "all" ranks, or on those of the "last" stage;
     ``parts``: of every stage what is in it, to show."""
 
     schedule: str
     place: tuple[int, ...]
     microbatches: int | None
+    outputs: str = "all"
     parts: tuple[tuple[str, ...], ...] = ()
 
     @property

@@ -35,17 +35,23 @@ from autoshard.schedule import NAMES, chunks_of, schedule
 from autoshard.segments import segments
 
 
+#: Which ranks a forward may give its outputs on: all, or those of the last stage.
+OUTPUTS = ("all", "last")
+
+
 @dataclass(frozen=True)
 class PipelineParallel(Pass):
     """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
     chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
-    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it)."""
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: which
+    ranks a forward gives them on, "all" or those of the "last" stage."""
 
     name: ClassVar[str] = "pipeline_parallel"
     schedule: str = "1f1b"
     microbatches: int | None = None
     stages: str | None = None
     chunks: int | None = None
+    outputs: str = "all"
 
     def __call__(self, program: Program) -> Program:
         ranks = program.mesh.mesh.size("pp")
@@ -66,6 +72,7 @@ class PipelineParallel(Pass):
             self.schedule,
             place,
             1 if not program.mesh.microbatches else self.microbatches,
+            self.outputs,
             stages.labels(found, of_part),
         )
         Marker(program, by_segment).run()
@@ -82,6 +89,8 @@ class PipelineParallel(Pass):
             wrong.append(f"microbatches={count!r} is no positive integer")
         if self.stages is not None and not isinstance(self.stages, str):
             wrong.append(f"stages={self.stages!r} is no text")
+        if self.outputs not in OUTPUTS:
+            wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
         if ranks == 1:
             given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]

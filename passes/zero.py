@@ -117,13 +117,16 @@ class Zero(Pass):
                 )
             )
 
-    @property
-    def _keeps(self) -> bool:
-        return self.stage < 3
+    def _keeps(self, program: Program) -> bool:
+        return self.stage < 3 or self._for_step(program)
+
+    def _for_step(self, program: Program) -> bool:
+        """Whether stage 3 keeps weights for all micro-batches of a step."""
+        return self.stage == 3 and not self.reshard and program.pipeline is not None
 
     def _write(self, program: Program, moved: dict[str, torch.dtype]) -> None:
         """Make the units, and put their calls into the graph."""
-        parts = segments(program.graph)
+        keeps, parts = self._keeps(program), segments(program.graph)
         place = {node: i for i, part in enumerate(parts) for node in part.nodes}
         first = {node: i for i, node in enumerate(program.graph.nodes)}
         readers: dict[int, dict[str, list[fx.Node]]] = {}  # segment -> parameter -> who reads it
@@ -134,7 +137,7 @@ class Zero(Pass):
                 for user in users:
                     early.setdefault(user.meta.get(STAGE, 0), user)
                 for user in users:
-                    at = place[early[user.meta.get(STAGE, 0)] if self._keeps else user]
+                    at = place[early[user.meta.get(STAGE, 0)] if keeps else user]
                     readers.setdefault(at, {}).setdefault(node.name, []).append(user)
         shards = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
         order = sorted(readers)
@@ -157,7 +160,7 @@ class Zero(Pass):
                 for unit in units:
                     wait = _wait(program, unit, started[unit.name], shards, segment_reads)
                     _note_collectives(program, unit, started[unit.name], wait)
-            frees = not self._keeps and self.reshard and i + 1 < len(order)
+            frees = not keeps and self.reshard and i + 1 < len(order)
             if frees:
                 with program.graph.inserting_after(parts[at].nodes[-1]):
                     for unit in units:
@@ -201,10 +204,11 @@ class Zero(Pass):
                 axes,
                 dtype,
                 getattr(torch, self.reduce_dtype) if self.reduce_dtype else None,
-                self._keeps,
-                self.stage < 2 or (self.stage == 2 and program.pipeline is not None),
+                self._keeps(program),
+                self.stage < 2 or (self._keeps(program) and program.pipeline is not None),
                 at,
                 readers[keys[0]][0].meta.get(STAGE, 0),
+                self._for_step(program),
             )
             found.append(unit)
         return found

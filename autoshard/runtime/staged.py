@@ -228,6 +228,7 @@ class Line:
             wire.finish()
         finally:
             module.set_syncing(syncing)
+            module._store.end_step()
         return {
             name: joined(self.program, name, [x for (x,) in by_turn])
             if not self.for_loss
