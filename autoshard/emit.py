@@ -875,11 +875,12 @@ class ShardedModule(nn.Module):
                 self._load = loads_of(self.running.mixtures, share, mesh)
         return self._load
 
-    def table(self, which: str, format: str = "simple") -> str:
-        """A table of what was done: axes, params, graph, collectives, passes or memory."""
+    def table(self, which: str, format: str = "simple", ranks_per_node: int | None = None) -> str:
+        """A table of what was done: axes, params, graph, collectives, groups, passes, memory,
+        attention or experts. ``ranks_per_node``: that of groups then tells which cross nodes."""
         from autoshard.report import table
 
-        return table(self, which, format)
+        return table(self, which, format, ranks_per_node)
 
     def __repr__(self) -> str:
         from autoshard.report import summary
