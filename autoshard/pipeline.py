@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from autoshard.axes import Axis, atoms
-from autoshard.errors import ShardingError, message
 from autoshard.collectives import CONVERSIONS, TABLE
+from autoshard.errors import ShardingError, message
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
@@ -323,5 +323,7 @@ def plan_of(program: Program, for_loss: bool) -> Plan:
     """The plan of a program, or of its loss; made once."""
     known = program.plans
     if for_loss not in known:
-        known[for_loss] = plan(program, loss_graph(program) if for_loss else program.graph, for_loss)
+        known[for_loss] = plan(
+            program, loss_graph(program) if for_loss else program.graph, for_loss
+        )
     return known[for_loss]

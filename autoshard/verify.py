@@ -509,6 +509,7 @@ def _run_stages(
         found = simulate_pipeline(program, plan_of(program, False), held, inputs, units, False)
     torch.set_rng_state(seed)
     results = simulate_pipeline(program, plan_of(program, True), held, inputs, units, True)
+    assert program.loss is not None
     wanted = expected[program.output_names[program.loss]]
     for r, got in enumerate(results):
         if loss in got:
@@ -518,9 +519,7 @@ def _run_stages(
                 if name in got:
                     ranks[r].tensor(key).copy_(got[name][0])
     outputs = plan_of(program, False).results
-    made = [
-        [joined(program, n, got[n]) if n in got else None for n in outputs] for got in found
-    ]
+    made = [[joined(program, n, got[n]) if n in got else None for n in outputs] for got in found]
     _compare_outputs(report, program, made, expected, step)
 
 
@@ -548,9 +547,7 @@ def _holders(
             yield r, module
 
 
-def _drop_noise(
-    program: Program, parameter: Parameter, held: dict[int, Any], whole: Any
-) -> None:
+def _drop_noise(program: Program, parameter: Parameter, held: dict[int, Any], whole: Any) -> None:
     """What is zero to the floor becomes zero everywhere, once compared: AdamW divides a gradient by
     its own size, and would make a step of the rounding of one that is zero in exact arithmetic."""
     if whole is None or any(local is None for local in held.values()):

@@ -34,7 +34,6 @@ from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
 from autoshard.segments import segments
 
-
 #: Which ranks a forward may give its outputs on: all, or those of the last stage.
 OUTPUTS = ("all", "last")
 

@@ -70,6 +70,7 @@ def _shared(wire: Any, owner: int, value: Any, remember: str = "") -> Any:
         known = told[0]
         if remember:
             wire.headers[remember] = known
+    assert known is not None
     kind, what, dtype = known
     if kind != "tensor":
         return what

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from autoshard.pipeline import Plan, Stage
+from autoshard.pipeline import Plan
 from autoshard.runtime import rng, turns
 from autoshard.runtime.split import Queue
 from autoshard.schedule import Action

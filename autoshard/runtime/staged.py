@@ -19,7 +19,7 @@ from torch import fx
 
 from autoshard.mesh import SubMesh
 from autoshard.outline import draws
-from autoshard.pipeline import joined, plan_of, rows_of, split_inputs
+from autoshard.pipeline import joined, plan_of, split_inputs
 from autoshard.program import Program
 from autoshard.runtime import rng
 from autoshard.runtime.pipeline import Each, Runner
@@ -235,7 +235,6 @@ class Line:
             else by_turn[0][0]
             for name, by_turn in found.items()
         }
-
 
     def timeline(self) -> Timeline:
         """When the ranks along pp ran what in the last run; all of them call it, and wait. Times

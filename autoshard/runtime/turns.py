@@ -52,6 +52,8 @@ def in_lockstep(
     Sums over micro-batches are of one rank's; what is behind them is computed once a micro-batch,
     alike. The objective is then that of one micro-batch, not their sum.
     """
+    global turn
+    before = turn
     envs: list[list[dict[fx.Node, Any]]] = [[{} for _ in range(ranks)] for _ in arguments]
     feeds = [[iter(of_rank) for of_rank in of_turn] for of_turn in arguments]
     for node in graph.nodes:
@@ -67,9 +69,11 @@ def in_lockstep(
                 for env in envs:
                     env[rank][node] = made
         else:
-            for env in envs:
+            for at, env in enumerate(envs):
+                turn = at
                 for here, value in zip(env, run(node, env), strict=True):
                     here[node] = value
+            turn = before
     raise AssertionError("a graph without output")
 
 
