@@ -20,7 +20,7 @@ from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
 
-TABLES = ("axes", "params", "graph", "collectives", "passes", "memory", "attention", "experts")
+TABLES = tuple("axes params graph collectives groups passes memory attention experts".split())
 #: What ``inspect`` prints when no table is named: all but the longest.
 DEFAULT_TABLES = ("axes", "params", "attention", "collectives", "memory", "passes")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
@@ -78,8 +78,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     if not arguments.table:
         print(shown, end="\n\n")
     usual = [*DEFAULT_TABLES, *(["experts"] if sharded.program.mixtures else [])]
+    usual += ["groups"] if arguments.ranks_per_node is not None else []
     for name in arguments.table or usual:
-        _print_table(shown, name, arguments.format)
+        _print_table(shown, name, arguments.format, arguments.ranks_per_node)
     return EXIT_OK
 
 
@@ -211,9 +212,10 @@ def _check_rank(rank: int | None, mesh: MeshSpec) -> None:
     )
 
 
-def _print_table(sharded: Any, name: str, style: str) -> None:
+def _print_table(sharded: Any, name: str, style: str, ranks_per_node: int | None) -> None:
     heading = {"github": f"### {name}\n", "html": f"<h3>{name}</h3>"}.get(style, f"# {name}\n")
-    print(heading, sharded.table(name, format=style), "", sep="\n")
+    options = {"ranks_per_node": ranks_per_node} if name == "groups" else {}
+    print(heading, sharded.table(name, format=style, **options), "", sep="\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -256,6 +258,12 @@ def _add_inspect(commands: Any) -> None:
     )
     command.add_argument(
         "--rank", type=int, metavar="R", help="show rank R's module, from 0 (the default)"
+    )
+    command.add_argument(
+        "--ranks-per-node",
+        type=_positive,
+        metavar="N",
+        help="of how many ranks a node is: the table of groups tells which cross nodes",
     )
 
 

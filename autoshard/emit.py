@@ -641,7 +641,12 @@ class ShardedModule(nn.Module):
             found = line.run(self._inputs(arguments), count, self._syncing)
             results = list(line.plan.results)
             self._update_named(found, [results[i] for i in program.buffer_updates.values()])
-            outputs = along.everywhere(self, line.plan, found)
+            if program.pipeline.outputs == "last":
+                outputs = along.on_last(self, line.plan, found)
+            else:
+                outputs = along.everywhere(self, line.plan, found)
+        if outputs is None:
+            return None
         return self.structured([outputs[name] for name in results])
 
     def timeline(self) -> Timeline:
@@ -870,11 +875,12 @@ class ShardedModule(nn.Module):
                 self._load = loads_of(self.running.mixtures, share, mesh)
         return self._load
 
-    def table(self, which: str, format: str = "simple") -> str:
-        """A table of what was done: axes, params, graph, collectives, passes or memory."""
+    def table(self, which: str, format: str = "simple", ranks_per_node: int | None = None) -> str:
+        """A table of what was done: axes, params, graph, collectives, groups, passes, memory,
+        attention or experts. ``ranks_per_node``: that of groups then tells which cross nodes."""
         from autoshard.report import table
 
-        return table(self, which, format)
+        return table(self, which, format, ranks_per_node)
 
     def __repr__(self) -> str:
         from autoshard.report import summary

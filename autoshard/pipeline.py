@@ -39,11 +39,13 @@ NAMED = 5
 class Pipeline:
     """How a program is laid out over pp. ``place``: of every stage the position along pp;
     ``microbatches``: how many (None: the largest divisor of a rank's rows up to four a rank of pp);
+    ``outputs``: whether a forward gives them on "all" ranks, or on those of the "last" stage;
     ``parts``: of every stage what is in it, to show."""
 
     schedule: str
     place: tuple[int, ...]
     microbatches: int | None
+    outputs: str = "all"
     parts: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -351,6 +353,19 @@ def waiting(program: Program, layers: bool) -> list[fx.Node]:
     return list({node.name: node for node in found}.values())
 
 
+def sums_behind(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The sums over micro-batches that nodes are made of."""
+    found, seen, left = list[fx.Node](), set[fx.Node](), list(reversed(nodes))
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found += [node] if node.target in OVER_ALL and STAGE in node.meta else []
+        left += node.all_input_nodes
+    return sorted(found)
+
+
 def told(nodes: list[fx.Node]) -> str:
     """The ops of the model that nodes were written for, and the modules that they are in."""
     shown = [f"{n.meta.get('origin', n.name)} in {module_path(n) or 'forward'}" for n in nodes]
@@ -364,7 +379,7 @@ def waits_for_all(found: list[fx.Node], stages: int) -> ShardingError:
     return ShardingError(
         message(
             "pipeline_parallel",
-            told(found),
+            told(sums_behind(found)),
             f"{stages} stages over pp, several micro-batches",
             "it is made of the rows of all micro-batches (as batch norm's statistics are), and"
             " layers behind it would wait for all of them",

@@ -107,7 +107,8 @@ class Unit:
 
     ``keys``: their placeholders; ``axes``: the mesh axes that share them out; ``dtype``: of the
     weights; ``reduce_dtype``: in which gradients travel (None: that of the parameters); ``keep``:
-    weights stay gathered until an optimizer step; ``whole_gradients``: gradients stay whole until
+    weights stay gathered until an optimizer step, or with ``for_step`` until all micro-batches of a
+    step are done; ``whole_gradients``: gradients stay whole until
     they are reduced, else every backward reduces them. ``segment``: its position in the graph;
     ``stage``: that of a pipeline which reads the weights.
     """
@@ -121,6 +122,7 @@ class Unit:
     whole_gradients: bool
     segment: int
     stage: int = 0
+    for_step: bool = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ Sizes are closed forms in ``batch`` and ``sequence``; ``batch`` is the rows of o
 from __future__ import annotations
 
 import collections
+import html
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from autoshard.cost import (
     shard_shape,
     wire_bytes,
 )
+from autoshard.groups import crosses, groups, listed, refuse_no_number, warning
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
 from autoshard.outline import RECOMPUTE
@@ -51,27 +53,34 @@ LINEARS = {"linear": True, "addmm": False, "mm": False, "matmul": False}
 @dataclass(frozen=True)
 class Table:
     """Headers and rows; ``numbers`` are the columns that are set to the right, ``widths`` those of
-    which plain text shows no more than so many characters."""
+    which plain text shows no more than so many characters; ``note``: a line below."""
 
     headers: list[str]
     rows: list[list[Any]]
     numbers: tuple[str, ...] = ()
     widths: dict[str, int] = field(default_factory=dict)
+    note: str = ""
 
 
-def table(module: Any, which: str, format: str = "plain") -> str:
+def table(module: Any, which: str, format: str = "plain", ranks_per_node: int | None = None) -> str:
     """One of the tables as text. ``format``: "plain", or any of tabulate's ("github", "html", ...).
+    ``ranks_per_node``: with it the table of groups tells which of them cross nodes.
 
-    Raises ValueError for a table or a format that does not exist.
+    Raises ValueError for a table or a format that does not exist, and for ranks of a node with
+    another table; MeshError for what is no number of them.
     """
     if which not in TABLES:
         raise ValueError(f"no table {which!r}: there are {', '.join(TABLES)}")
     style = "simple" if format == "plain" else format
     if style not in tabulate_formats:
         raise ValueError(f"no format {format!r}: there are plain, {', '.join(tabulate_formats)}")
-    live = {"module": module} if which in ("memory", "experts") else {}
-    made = TABLES[which](module.program, **live)
-    return tabulate(
+    options = {"module": module} if which in ("memory", "experts") else {}
+    if ranks_per_node is not None:
+        if which != "groups":
+            raise ValueError(f"ranks_per_node={ranks_per_node} is for the table of groups alone")
+        options = {"ranks_per_node": ranks_per_node}
+    made = TABLES[which](module.program, **options)
+    text = tabulate(
         [
             [
                 _cut(_text(cell), made.widths.get(header) if style == "simple" else None)
@@ -83,6 +92,11 @@ def table(module: Any, which: str, format: str = "plain") -> str:
         tablefmt=style,
         disable_numparse=True,
         colalign=["right" if h in made.numbers else "left" for h in made.headers],
+    )
+    if not made.note:
+        return text
+    return (
+        f"{text}\n<p>{html.escape(made.note)}</p>" if style == "html" else f"{text}\n\n{made.note}"
     )
 
 
@@ -195,9 +209,10 @@ def _over(axes: Iterable[str], program: Program) -> str:
     """Mesh axes as text; the sub-axes of one that are all there as that one."""
     left, words = list(axes), []
     for name in program.mesh.mesh.names:
-        parts = [part for part, _ in program.mesh.parts(name)]
+        # of an axis that layouts do not see, as pp, there is the whole only
+        parts = [part for part, _ in program.mesh.parts(name)] or [name]
         held = [part for part in parts if part in left]
-        words += [name] if held == parts and parts else held
+        words += [name] if held == parts else held
     return ",".join(words)
 
 
@@ -657,6 +672,56 @@ def collectives_table(program: Program) -> Table:
     return Table(headers, rows, ("count", "bytes", number), {"why": 46})
 
 
+#: What travels over pp: no collective, and no part of the graph.
+PIPELINE = "activations to the next stage, their gradients back"
+
+
+def groups_table(program: Program, ranks_per_node: int | None = None) -> Table:
+    """Groups of ranks that send to each other, by the mesh axes along which these differ: ranks in
+    one, how many there are, their ranks, what a training step sends in one (how many of each kind),
+    and the bytes that a rank sends with it. Given the ranks of a node, of which node n holds those
+    from n times that on: also whether groups cross nodes. Raises MeshError for no number of them.
+    """
+    if ranks_per_node is not None:
+        refuse_no_number(ranks_per_node)
+    sizes, mesh = Sizes(program), program.mesh
+    sent: dict[str, list[Collective]] = {"pp": []} if mesh.mesh.size("pp") > 1 else {}
+    for c in _collectives(program):
+        sent.setdefault(c.axes, []).append(c)
+    rows = []
+    for over in sorted(sent, key=lambda axes: _outermost_first(axes, program)):
+        found = groups(mesh, tuple(over.split(",")))
+        row: list[Any] = [over, len(found[0]), len(found), listed(found)]
+        row += [] if ranks_per_node is None else [crosses(found, ranks_per_node)]
+        if sent[over]:
+            step = [c for c in sent[over] if c.why != OUTPUTS]
+            total = _simple(sympy.expand(sum(c.bytes for c in step)))
+            row += [_counted(step) or OUTPUTS, total, sizes.number(total)]
+        else:
+            row += [PIPELINE, "-", "-"]
+        rows.append(row)
+    at = sizes.captured()
+    number = f"bytes at {at}" if at else "bytes at the captured sizes"
+    headers = ["over", "size", "groups", "ranks"]
+    headers += [] if ranks_per_node is None else ["crosses nodes"]
+    headers += ["sends in a step", "bytes", number]
+    note = "" if ranks_per_node is None else warning(mesh, ranks_per_node)
+    return Table(headers, rows, ("size", "groups", "bytes", number), note=note)
+
+
+def _outermost_first(over: str, program: Program) -> list[tuple[int, str]]:
+    names = program.mesh.mesh.names
+    return [(names.index(axis.partition(".")[0]), axis) for axis in over.split(",")]
+
+
+def _counted(step: list[Collective]) -> str:
+    """How many there are of each kind: ``2 all_gather, 1 all_reduce``."""
+    counts: collections.Counter[str] = collections.Counter()
+    for c in step:
+        counts[c.kind] += c.count
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
 def passes_table(program: Program) -> Table:
     """What each pass changed, and how long it took."""
     rows = [[name, changed, f"{seconds:.3f}"] for name, changed, seconds in program.log]
@@ -818,6 +883,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "params": params_table,
     "graph": graph_table,
     "collectives": collectives_table,
+    "groups": groups_table,
     "passes": passes_table,
     "memory": memory_table,
     "attention": attention_table,

@@ -244,9 +244,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def run_node(
-    node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any
-) -> list[Any]:
+def run_node(node: fx.Node, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -> list[Any]:
     """One node on all ranks, whose values by node are ``env``; see `simulate`."""
     if node.target in (zero.start_gather, zero.release):
         return [None] * len(env)

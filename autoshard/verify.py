@@ -289,10 +289,11 @@ def verify(
     ranks = [ShardedModule(program, r, False, source) for r in range(spec.world_size)]
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params))
-    own, *theirs = [
-        make(trained) if (trained := [p for p in m.parameters() if p.requires_grad]) else None
-        for m in (reference, *ranks)
-    ]
+    own = make([p for p in reference.parameters() if p.requires_grad])
+    theirs: list[Any] = []  # None of a rank whose stages train nothing
+    for module in ranks:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        theirs.append(make(trained) if trained else None)
     for step in range(steps):
         say(f"step {step + 1} of {steps}")
         for turn in range(accumulate):
@@ -309,7 +310,7 @@ def verify(
         report.add(f"step {step} gradient norm", "", total, norm)
         for module, each in zip(ranks, theirs, strict=True):
             gather.scale_gradients(module, total, max_norm)
-            if each is not None:  # else its stages train nothing
+            if each is not None:
                 each.step()
                 each.zero_grad()
         own.step()
@@ -512,6 +513,7 @@ def _run_stages(
         found = simulate_pipeline(program, plan_of(program, False), held, inputs, units, False)
     torch.set_rng_state(seed)
     results = simulate_pipeline(program, plan_of(program, True), held, inputs, units, True)
+    assert program.loss is not None
     wanted = expected[program.output_names[program.loss]]
     for r, got in enumerate(results):
         if loss in got:

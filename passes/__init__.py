@@ -70,6 +70,7 @@ def chain(
     schedule: str = "1f1b",
     stages: str | None = None,
     chunks: int | None = None,
+    outputs: str = "all",
 ) -> list[Pass]:
     """The passes that `autoshard` runs, in order. ``balance``: hold tokens in zigzag order where
     attention is causal. Raises ShardingError for a value of ``recompute``, ``context_parallel`` or
@@ -118,7 +119,7 @@ def chain(
         steps.append(SequenceParallel())
     steps.append(ExpertParallel())
     steps += [Partition(), OverlapExperts()]
-    steps.append(PipelineParallel(schedule, microbatches, stages, chunks))
+    steps.append(PipelineParallel(schedule, microbatches, stages, chunks, outputs))
     steps.append(Zero(zero, zero_axes, offload, reshard_after_forward, reduce_dtype))
     if recompute == "block":
         steps.append(Recompute())

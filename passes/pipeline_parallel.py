@@ -31,7 +31,15 @@ from autoshard.errors import ShardingError, message
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
 from autoshard.outline import draws
-from autoshard.pipeline import Pipeline, plan, sums_of, told, waiting, waits_for_all
+from autoshard.pipeline import (
+    Pipeline,
+    plan,
+    sums_behind,
+    sums_of,
+    told,
+    waiting,
+    waits_for_all,
+)
 from autoshard.program import STAGE, Program, copied, module_path
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
@@ -39,18 +47,23 @@ from autoshard.segments import segments
 
 aten = torch.ops.aten
 
+#: Which ranks a forward may give its outputs on: all, or those of the last stage.
+OUTPUTS = ("all", "last")
+
 
 @dataclass(frozen=True)
 class PipelineParallel(Pass):
     """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
     chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
-    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it)."""
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: which
+    ranks a forward gives them on, "all" or those of the "last" stage."""
 
     name: ClassVar[str] = "pipeline_parallel"
     schedule: str = "1f1b"
     microbatches: int | None = None
     stages: str | None = None
     chunks: int | None = None
+    outputs: str = "all"
 
     def __call__(self, program: Program) -> Program:
         ranks = program.mesh.mesh.size("pp")
@@ -66,7 +79,7 @@ class PipelineParallel(Pass):
                 raise waits_for_all(found, len(marked.pipeline.place))
             marked = self._marked(program, ranks, one=True)
             marked.notes.append(
-                f"pipeline: one micro-batch, as layers behind {told(found)} need all rows"
+                f"pipeline: one micro-batch, as layers behind {told(sums_behind(found))} need all rows"
             )
         elif marked.loss is not None and not late:
             breaks = plan(marked, loss_graph(marked), True).joint
@@ -92,6 +105,7 @@ class PipelineParallel(Pass):
             self.schedule,
             place,
             1 if one or not program.mesh.microbatches else self.microbatches,
+            self.outputs,
             stages.labels(found, of_part),
         )
         Marker(program, by_segment).run()
@@ -121,6 +135,8 @@ class PipelineParallel(Pass):
             wrong.append(f"microbatches={count!r} is no positive integer")
         if self.stages is not None and not isinstance(self.stages, str):
             wrong.append(f"stages={self.stages!r} is no text")
+        if self.outputs not in OUTPUTS:
+            wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
         if ranks == 1:
             given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]

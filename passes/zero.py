@@ -117,16 +117,20 @@ class Zero(Pass):
                 )
             )
 
-    @property
-    def _keeps(self) -> bool:
-        return self.stage < 3
+    def _keeps(self, program: Program) -> bool:
+        return self.stage < 3 or self._for_step(program)
+
+    def _for_step(self, program: Program) -> bool:
+        """Whether stage 3 keeps weights for all micro-batches of a step."""
+        return self.stage == 3 and not self.reshard and program.pipeline is not None
 
     def _write(self, program: Program, moved: dict[str, torch.dtype]) -> None:
         """Make the units, and put their calls into the graph."""
-        parts = segments(program.graph)
+        keeps, parts = self._keeps(program), segments(program.graph)
         place = {node: i for i, part in enumerate(parts) for node in part.nodes}
         first = {node: i for i, node in enumerate(program.graph.nodes)}
-        readers: dict[int, dict[str, list[fx.Node]]] = {}  # segment -> parameter -> who reads it
+        # segment, and stage of a pipeline -> parameter -> who reads it
+        readers: dict[tuple[int, int], dict[str, list[fx.Node]]] = {}
         for node in program.graph.find_nodes(op="placeholder"):
             if node.name in moved:
                 users = sorted(node.users, key=first.__getitem__)
@@ -134,15 +138,16 @@ class Zero(Pass):
                 for user in users:
                     early.setdefault(user.meta.get(STAGE, 0), user)
                 for user in users:
-                    at = place[early[user.meta.get(STAGE, 0)] if self._keeps else user]
+                    stage = user.meta.get(STAGE, 0)
+                    at = place[early[stage] if keeps else user], stage
                     readers.setdefault(at, {}).setdefault(node.name, []).append(user)
         shards = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
         order = sorted(readers)
-        made = [self._units(program, parts[at], at, readers[at], moved) for at in order]
+        made = [self._units(program, parts[at[0]], at, readers[at], moved) for at in order]
         # before which node the weights of a segment are waited for: a block as a whole
         waits = [
-            begins(parts[at])
-            if parts[at].block
+            begins(parts[at[0]])
+            if parts[at[0]].block
             else min((n for users in readers[at].values() for n in users), key=first.__getitem__)
             for at in order
         ]
@@ -157,9 +162,10 @@ class Zero(Pass):
                 for unit in units:
                     wait = _wait(program, unit, started[unit.name], shards, segment_reads)
                     _note_collectives(program, unit, started[unit.name], wait)
-            frees = not self._keeps and self.reshard and i + 1 < len(order)
-            if frees:
-                with program.graph.inserting_after(parts[at].nodes[-1]):
+            # the last one is about to be read by backward, but for a pipeline's other micro-batches
+            last = i + 1 == len(order) and program.pipeline is None
+            if not keeps and self.reshard and not last:
+                with program.graph.inserting_after(parts[at[0]].nodes[-1]):
                     for unit in units:
                         call = (started[unit.name], unit.axes, unit.name)
                         freed = program.graph.call_function(release, call)
@@ -180,7 +186,7 @@ class Zero(Pass):
         self,
         program: Program,
         part: Segment,
-        at: int,
+        at: tuple[int, int],
         readers: dict[str, list[fx.Node]],
         moved: dict[str, torch.dtype],
     ) -> list[Unit]:
@@ -201,10 +207,10 @@ class Zero(Pass):
                 axes,
                 dtype,
                 getattr(torch, self.reduce_dtype) if self.reduce_dtype else None,
-                self._keeps,
-                self.stage < 2 or (self.stage == 2 and program.pipeline is not None),
-                at,
-                readers[keys[0]][0].meta.get(STAGE, 0),
+                self._keeps(program),
+                self.stage < 2 or (self._keeps(program) and program.pipeline is not None),
+                *at,
+                self._for_step(program),
             )
             found.append(unit)
         return found

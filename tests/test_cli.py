@@ -54,6 +54,17 @@ def test_tables_in_other_formats(model, style, mark, capsys):
     assert mark in capsys.readouterr().out
 
 
+def test_groups_of_nodes(model, capsys):
+    nodes = ["--mesh", "dp=2,tp=2", "--ranks-per-node", "2"]
+    assert main(["inspect", model, *nodes, "--table", "groups", "--table", "params"]) == 0
+    out = capsys.readouterr().out
+    assert "crosses nodes" in out and "0 2; 1 3" in out and "# params" in out
+    assert main(["inspect", model, *nodes]) == 0
+    assert "crosses nodes" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["inspect", model, "--mesh", "tp=2", "--ranks-per-node", "0"])
+
+
 @pytest.mark.parametrize(("name", "words"), [("raises", "nn.Linear"), ("leaves", "SystemExit: 7")])
 def test_what_the_users_code_raises(model, name, words, capsys):
     assert main(["inspect", f"{model}:{name}", "--mesh", "tp=2"]) == 2

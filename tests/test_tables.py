@@ -1,5 +1,6 @@
 """The tables: real content, published closed forms, and readable for deep models."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 from zoo import batch, tiny
 
-from autoshard import autoshard
+from autoshard import MeshSpec, autoshard
+from autoshard.errors import MeshError
+from autoshard.groups import crosses, groups, listed, warning
+from autoshard.mesh import SubMesh
 from autoshard.report import BATCH, FEW, PRESENT, SEQUENCE, SHAPE, TABLES, step_collectives
 from autoshard.runtime.buckets import Reducer
 from autoshard.shapes import closed_forms
@@ -260,9 +264,7 @@ def test_the_graph_table_of_a_small_model():
     assert [line for i, line in enumerate(got[: len(want)]) if i != rules] == [
         line for i, line in enumerate(want) if i != rules
     ]
-    assert [
-        line[1] for line in got[len(want) :]
-    ] == "mul full all_reduce div all_reduce".split()
+    assert [line[1] for line in got[len(want) :]] == "mul full all_reduce div all_reduce".split()
 
 
 def test_the_graph_table_lists_every_node_and_collective():
@@ -355,6 +357,129 @@ def test_the_flops_of_attentions_are_those_of_the_pairs_that_are_read():
     pairs = length * (length + 1) // 2
     found = row(sharded("dp=2"), "attention", count=2)
     assert found["most"] == 2 * (rows_of // 2) * 4 * pairs * 4 * 16
+
+
+# --- groups of ranks ---
+
+GROUPS = """
+over      size    groups  ranks     crosses nodes    sends in a step                                               bytes    bytes at batch=4, sequence=16
+------  ------  --------  --------  ---------------  ----------------------------------------------  -------------------  -------------------------------
+dp           2         2  0 2; 1 3  yes              4 all_reduce                                                 45,760                           45,760
+dp,tp        4         1  0-3       yes              2 all_reduce                                                 15,066                           15,066
+tp           2         2  0 1; 2 3  no               10 all_gather, 3 all_reduce, 10 reduce_scatter  1292*batch*sequence                           82,688
+"""  # noqa: E501
+
+
+def test_the_table_of_groups_of_a_small_model():
+    module = autoshard(hw.GPT(), "dp=2,tp=2", hw.tokens(8), zero=0)
+    got = module.table("groups", ranks_per_node=2).strip().splitlines()
+    want = GROUPS.strip().splitlines()
+    assert [line.split() for line in got[2:]] == [line.split() for line in want[2:]]
+    assert got[0].split() == want[0].split()
+
+
+def test_groups_send_what_the_collectives_of_a_step_do():
+    for mesh in ("dp=2,tp=2", "dp=2,cp=2", "tp=4"):
+        module = sharded(mesh, zero=1)
+        step = step_collectives(module.program)
+        listed_ = rows(module, "groups")
+        assert {r["over"] for r in listed_} == {c.axes for c in step}
+        assert sympy.expand(sum(r["bytes"] for r in listed_) - sum(c.bytes for c in step)) == 0
+        for r in listed_:
+            assert r["size"] * r["groups"] == module.program.mesh.mesh.world_size
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=3", "pp=2,dp=2,tp=2", "pp=3,cp=2,ep=2", "tp=4"])
+def test_ranks_of_a_group_differ_only_along_its_axes(mesh):
+    spec = MeshSpec.parse(mesh)
+    for name in spec.names:
+        found = groups(SubMesh(spec), (name,))
+        assert sorted(sum(found, [])) == list(range(spec.world_size))
+        for group in found:
+            at = [spec.coordinate(rank) for rank in group]
+            assert [a[name] for a in at] == list(range(spec.size(name)))
+            assert len({tuple(a[n] for n in spec.names if n != name) for a in at}) == 1
+    assert groups(SubMesh(spec), spec.names) == [list(range(spec.world_size))]
+
+
+def test_groups_of_sub_axes():
+    mesh = SubMesh(MeshSpec(dp=2, tp=4), factors=(("tp", (2, 2)),))
+    assert groups(mesh, ("tp.0",)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups(mesh, ("dp", "tp.1")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert groups(mesh, ("tp",)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], "0-3; 4-7"),
+        ([[0, 4], [1, 5]], "0 4; 1 5"),
+        ([[2 * i, 2 * i + 1] for i in range(8)], "0 1; 2 3; 4 5; 6 7; …"),
+        ([list(range(0, 64, 8))], "0 8 16 … 56"),
+        ([[0, 1, 2, 6, 7, 8]], "0-2 6-8"),
+    ],
+)
+def test_ranks_are_shortened(found, text):
+    assert listed(found) == text
+
+
+def test_groups_cross_nodes_where_their_ranks_are_on_several():
+    pairs = groups(SubMesh(MeshSpec(dp=2, tp=2)), ("tp",))
+    assert [crosses(pairs, n) for n in (1, 2, 3, 4)] == ["yes", "no", "some", "no"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks_per_node", "words"),
+    [
+        ("dp=2,tp=4", 2, "tp=4 over several nodes: the 4 ranks of tp do not divide the 2"),
+        ("dp=4,tp=2", 3, "tp=2 over several nodes: the 2 ranks of tp do not divide the 3"),
+        ("ep=4,tp=2", 4, "ep=4 over several nodes: the 8 ranks of ep x tp do not divide the 4"),
+        ("pp=2,ep=4", 2, "ep=4 over several nodes: the 4 ranks of ep do not divide the 2"),
+        ("ep=2,tp=4", 2, "tp=4, ep=2 over several nodes"),
+        ("dp=2,tp=4", 4, ""),
+        ("pp=2,dp=4", 1, ""),
+        ("tp=3", 8, ""),
+    ],
+)
+def test_inner_axes_over_several_nodes_are_warned_of(mesh, ranks_per_node, words):
+    said = warning(SubMesh(MeshSpec.parse(mesh)), ranks_per_node)
+    assert words in said and bool(said) == bool(words) and "\n" not in said
+
+
+def test_a_warning_stands_below_the_table():
+    module = sharded("dp=2,tp=2")
+    plain, github, html = (
+        module.table("groups", format=f, ranks_per_node=1) for f in ("plain", "github", "html")
+    )
+    for text in (plain, github):
+        assert text.splitlines()[-2] == "" and text.splitlines()[-1].startswith("warning: tp=2")
+    assert html.endswith("larger</p>")
+    assert "warning" not in module.table("groups", ranks_per_node=2)
+    assert "warning" not in module.table("groups") and "crosses" not in module.table("groups")
+
+
+def test_pipeline_stages_are_a_group_too():
+    """Layouts do not see the axis: nothing in the graph is over it."""
+    made = sharded("dp=2,tp=2").program
+    piped = dataclasses.replace(made, mesh=SubMesh(MeshSpec(pp=2, dp=2, tp=2)))
+    table = TABLES["groups"](piped, ranks_per_node=4)
+    by_axis = {r[0]: dict(zip(table.headers, r, strict=True)) for r in table.rows}
+    assert list(by_axis)[0] == "pp"
+    assert (by_axis["pp"]["ranks"], by_axis["pp"]["crosses nodes"]) == (
+        "0 4; 1 5; 2 6; 3 7",
+        "yes",
+    )
+    assert "activations" in by_axis["pp"]["sends in a step"] and by_axis["pp"]["bytes"] == "-"
+    assert (by_axis["tp"]["groups"], by_axis["tp"]["crosses nodes"]) == (4, "no")
+
+
+@pytest.mark.parametrize("wrong", [0, -2, 2.0, "8", True])
+def test_ranks_of_a_node_are_a_positive_number(wrong):
+    with pytest.raises(MeshError, match="ranks_per_node") as caught:
+        sharded("tp=2").table("groups", ranks_per_node=wrong)
+    assert repr(wrong) in str(caught.value) and "fix:" in str(caught.value)
+    with pytest.raises(ValueError, match="table of groups alone"):
+        sharded("tp=2").table("axes", ranks_per_node=2)
 
 
 # --- form ---

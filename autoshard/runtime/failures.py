@@ -29,7 +29,10 @@ def told(module: Any, who: str) -> Iterator[None]:
             _leave(module, error)
             raise
         found = _left_by_another(module)
-        rank, why = found or (None, "it left no word: its process was killed, or it does not answer")
+        rank, why = found or (
+            None,
+            "it left no word: its process was killed, or it does not answer",
+        )
         raise MeshError(
             message(
                 who,

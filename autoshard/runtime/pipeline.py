@@ -278,9 +278,9 @@ class Runner:
         found = step.grads.pop((stage, turn), {})
         roots, seeds = list[Any](), list[Any]()
         for name, edges in alive.edges.items():
-            if (grads := found.get(name)) is not None:
+            if name in found:
                 roots += edges
-                seeds += grads
+                seeds += found[name]
         alive.edges = {}
         if roots:
             torch.autograd.backward(roots, seeds)

@@ -1,5 +1,10 @@
 import contextlib
+
+
 class Queue:
     @contextlib.contextmanager
-    def open(self): yield
-    def run(self): pass
+    def open(self):
+        yield
+
+    def run(self):
+        pass

@@ -19,7 +19,7 @@ from torch import fx
 
 from autoshard.mesh import SubMesh
 from autoshard.outline import draws
-from autoshard.pipeline import joined, plan_of, rows_of, split_inputs
+from autoshard.pipeline import joined, plan_of, split_inputs
 from autoshard.program import Program
 from autoshard.runtime import rng
 from autoshard.runtime.pipeline import Each, Runner
@@ -228,13 +228,13 @@ class Line:
             wire.finish()
         finally:
             module.set_syncing(syncing)
+            module._store.end_step()
         return {
             name: joined(self.program, name, [x for (x,) in by_turn])
             if not self.for_loss
             else by_turn[0][0]
             for name, by_turn in found.items()
         }
-
 
     def timeline(self) -> Timeline:
         """When the ranks along pp ran what in the last run; all of them call it, and wait. Times

@@ -54,6 +54,8 @@ def in_lockstep(
     else is behind them once a micro-batch. The objective is then that of one micro-batch, not their
     sum.
     """
+    global turn
+    before = turn
     common: set[fx.Node] = set()  # the same in every micro-batch
     envs: list[list[dict[fx.Node, Any]]] = [[{} for _ in range(ranks)] for _ in arguments]
     feeds = [[iter(of_rank) for of_rank in of_turn] for of_turn in arguments]
@@ -70,16 +72,24 @@ def in_lockstep(
                 made = OVER_ALL[node.target]([env[rank][node.args[0]] for env in envs])
                 for env in envs:
                     env[rank][node] = made
-        elif node.all_input_nodes and common.issuperset(node.all_input_nodes):
+        elif _is_common(node, common):
             common.add(node)
             for rank, value in enumerate(run(node, envs[0])):
                 for env in envs:
                     env[rank][node] = value
         else:
-            for env in envs:
+            for at, env in enumerate(envs):
+                turn = at
                 for here, value in zip(env, run(node, env), strict=True):
                     here[node] = value
+            turn = before
     raise AssertionError("a graph without output")
+
+
+def _is_common(node: fx.Node, common: set[fx.Node]) -> bool:
+    """Whether a node gives the same in every micro-batch."""
+    read = node.all_input_nodes
+    return bool(read) and common.issuperset(read) and node.target is not in_first
 
 
 def on_one_rank(node: fx.Node, envs: list[dict[fx.Node, Any]]) -> list[Any]:

@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,6 +236,9 @@ class Gathering:
     def _kept(self) -> list[torch.Tensor]:
         store, weights = self.weights.store, self.weights
         wholes = [store.kept[name] for name in weights.names]
+        for whole in wholes if self.unit.for_step else ():
+            if not whole.untyped_storage().nbytes():
+                whole.untyped_storage().resize_(whole.nbytes)
         if any(name in store.stale for name in weights.names):
             targets = [store.written(name) for name in weights.names]
             own = weights.index if store.are_views(weights.names) else None
@@ -443,6 +446,12 @@ class Store:
         self.gathered = self.peak = 0  # bytes of gathered weights, now and at most
         self.offload = program.offload
         self.in_units = {program.values[key].name for key in program.in_units}
+        self.for_step = {
+            program.values[key].name
+            for unit in program.units.values()
+            if unit.for_step
+            for key in unit.keys
+        }
         self.dtype = {
             program.values[key].name: unit.dtype
             for unit in program.units.values()
@@ -459,7 +468,7 @@ class Store:
         """This rank's part of a parameter. ``value_of``: gives values, where these are on meta;
         without any, a module that runs holds NaN."""
         name, working = parameter.name, self.dtype.get(parameter.name)
-        if working == parameter.value.dtype and not self.offload:
+        if working == parameter.value.dtype and not self.offload and name not in self.for_step:
             unshared = replace(parameter, zero=())
             self.kept[name] = self._here(local_value(unshared, mesh, self.rank, value_of))
             self.aliases.add(name)
@@ -470,6 +479,7 @@ class Store:
                 shape, device = slice_shape(parameter, mesh, self.rank), self.device or own.device
                 self.kept[name] = torch.empty(shape, dtype=working, device=device)
                 self.stale.add(name)
+                self._empty([name] if name in self.for_step else [])
             own = self._on_host(own) if self.offload else self._here(own)
         shard = nn.Parameter(own, parameter.trainable)
         if name in self.in_units:
@@ -485,6 +495,15 @@ class Store:
         host = on_device(value, torch.device("cpu"))
         on_cuda = self.device is not None and self.device.type == "cuda"
         return host.pin_memory() if on_cuda else host
+
+    def end_step(self) -> None:
+        """All micro-batches are done: weights that were kept for them go."""
+        self._empty(self.for_step & self.kept.keys())
+        self.stale |= self.for_step & self.kept.keys()
+
+    def _empty(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.kept[name].untyped_storage().resize_(0)
 
     def settle(self) -> None:
         """All parameters are held: what changes from now on makes kept weights out of date."""

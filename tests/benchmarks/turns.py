@@ -1,4 +1,4 @@
-"""What benchmarks of two processes share: modes that take turns, and rows of a table."""
+"""What benchmarks of a few processes share: modes that take turns, and rows of a table."""
 
 from __future__ import annotations
 
@@ -50,9 +50,12 @@ def compared(seconds: list[float], floor: list[float], target: float | None) -> 
     return [*quartiles(seconds), ratio, target, verdict]
 
 
-def parser_of(description: str, size: dict[str, int]) -> argparse.ArgumentParser:
-    """Options of sizes, of how often to measure, and of the clock."""
-    parser = argparse.ArgumentParser(description=description)
+def parser_of(
+    description: str, size: dict[str, int], parser: argparse.ArgumentParser | None = None
+) -> argparse.ArgumentParser:
+    """Options of sizes, of how often to measure, and of the clock; those of a command are added to
+    its ``parser``."""
+    parser = parser or argparse.ArgumentParser(description=description)
     for name, value in size.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--steps", type=int, default=30)
@@ -63,6 +66,21 @@ def parser_of(description: str, size: dict[str, int]) -> argparse.ArgumentParser
 
 def on_two_processes(run: Callable[..., None], size: argparse.Namespace) -> None:
     """``run(rank, folder, size)`` on two ranks, which meet in the folder."""
+    on_processes(run, size, 2)
+
+
+def on_processes(run: Callable[..., None], size: argparse.Namespace, count: int) -> None:
+    """The same on ``count`` ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (folder, size), nprocs=2)
+        torch.multiprocessing.spawn(run, (folder, size), nprocs=count)
+
+
+def of_slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Seconds of every step until its last rank was done, per mode."""
+    out = {}
+    for name, seconds in times.items():
+        most = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        out[name] = most.tolist()
+    return out
