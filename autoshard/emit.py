@@ -869,10 +869,14 @@ class ShardedModule(nn.Module):
 
             loads, mesh = self._running.loads, self.program.mesh
             self._load = []
-            if any(load.counts is not None for load in loads.values()):
+            elsewhere = (
+                bool(loads) and self.running.pipeline is not None
+            )  # on ranks of other stages
+            if elsewhere or any(load.taken for load in loads.values()):
                 share = share_of(loads.values(), mesh, self.rank_index, self._device)
                 dist.all_reduce(share)
-                self._load = loads_of(self.running.mixtures, share, mesh)
+                if bool(share.any()):
+                    self._load = loads_of(self.running.mixtures, share, mesh)
         return self._load
 
     def table(self, which: str, format: str = "simple", ranks_per_node: int | None = None) -> str:

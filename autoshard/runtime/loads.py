@@ -10,6 +10,7 @@ import torch
 
 from autoshard.layout import piece_lengths
 from autoshard.mesh import SubMesh
+from autoshard.runtime import turns
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,32 @@ def _imbalance(numbers: Sequence[int]) -> float:
     return max(numbers) * len(numbers) / total if total else 1.0
 
 
+@dataclass
+class _Taken:
+    """Of one micro-batch: see `Load.take`."""
+
+    counts: torch.Tensor
+    rows: int
+    sent: int
+    dropped: torch.Tensor | None
+
+
 class Load:
-    """What one rank took note of when it last ran a mixture: on its device, nothing is waited
-    for."""
+    """What one rank took note of when it last ran a mixture, in every micro-batch of a pipeline: on
+    its device, nothing is waited for."""
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture
-        self.counts: torch.Tensor | None = None
-        self.dropped: torch.Tensor | None = None
-        self.rows = self.sent = 0
+        self.taken: dict[int, _Taken] = {}
 
     def take(
         self, counts: torch.Tensor, rows: int, sent: int, dropped: torch.Tensor | None = None
     ) -> None:
         """``counts[experts]``: slots of this rank's tokens; ``rows`` that came to its experts;
         bytes ``sent`` to other ranks; ``dropped[slots]``: which are."""
-        self.counts, self.rows, self.sent = counts.detach(), rows, sent
-        self.dropped = None if dropped is None else dropped.detach()
+        self.taken = {turn: one for turn, one in self.taken.items() if turn < turns.count}
+        dropped = None if dropped is None else dropped.detach()
+        self.taken[turns.turn] = _Taken(counts.detach(), rows, sent, dropped)
 
     def share(self, mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
         """One row of numbers, whose sum over all ranks `loads_of` reads."""
@@ -90,11 +100,12 @@ class Load:
         out = torch.zeros(mixture.experts + 2 * ranks + 1, dtype=torch.int64, device=device)
         coordinate = mesh.coordinate(rank)
         first = all(coordinate[m] == 0 for m in mesh.axes if m not in mixture.tokens)
-        if self.counts is not None and first:  # ranks of the same tokens count them once
-            out[: mixture.experts] = self.counts
-            out[-1] = 0 if self.dropped is None else self.dropped.sum()
-        out[mixture.experts + rank] = self.rows
-        out[mixture.experts + ranks + rank] = self.sent
+        for one in self.taken.values():
+            if first:  # ranks of the same tokens count them once
+                out[: mixture.experts] += one.counts
+                out[-1] += 0 if one.dropped is None else one.dropped.sum()
+            out[mixture.experts + rank] += one.rows
+            out[mixture.experts + ranks + rank] += one.sent
         return out
 
 

@@ -115,6 +115,7 @@ class Runner:
     ) -> None:
         """Begin a step; ``seed``: of its random numbers, None where there are none."""
         self.step, self.most = Step(held, inputs, seed, grad), 0
+        turns.count = len(inputs)
         for stage in self.own:
             self._before(stage)
 
@@ -135,11 +136,11 @@ class Runner:
         for stage in self.own:
             with torch.no_grad():
                 found |= self._after(stage)
-        ranks, turns = range(self.engine.ranks), range(step.turns)
+        ranks, every = range(self.engine.ranks), range(step.turns)
         for name, at in self.plan.made.items():
             if name not in found and at in self.own:
-                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in turns]
-        self.step = None
+                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in every]
+        self.step, turns.count = None, 1
         return found
 
     @property
