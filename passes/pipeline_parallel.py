@@ -324,16 +324,47 @@ class Marker:
                 user.replace_input_with(node, copy)
 
     def _give_to_holders(self) -> None:
-        """A parameter is held where it is read; so is a buffer that is written."""
+        """Parameters and buffers are held where they are read, in training as in evaluation; one
+        that nothing reads, where its module is."""
         updates = self.program.buffer_updates
         for node in self.graph.find_nodes(op="placeholder"):
             parameter = self.program.values.get(node.name)
-            if parameter is None or (parameter.buffer and node.name not in updates):
+            if parameter is None or parameter.constant:
                 continue
-            stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
+            stages = self._readers(node)
             if node.name in updates:
                 stages = self._of_update(node, stages, self._results[updates[node.name]])
-            parameter.holders = tuple(sorted({self.place[s] for s in stages or {0}}))
+            stages = stages or {self._where(parameter.name)}
+            parameter.holders = tuple(sorted({self.place[s] for s in stages}))
+
+    def _readers(self, node: fx.Node) -> set[int]:
+        """The stages that need a value. What is of no stage is made in each that needs it; a
+        result, in the last one."""
+        found, seen, left = set[int](), set[fx.Node](), [node]
+        while left:
+            for user in left.pop().users:
+                if STAGE in user.meta:
+                    found.add(user.meta[STAGE])
+                elif user.op == "output" and node not in user.all_input_nodes:
+                    found.add(len(self.place) - 1)
+                elif user not in seen:
+                    seen.add(user)
+                    left.append(user)
+        return found
+
+    def _where(self, name: str) -> int:
+        """The first stage in which something of a parameter's module, or of one around it, is."""
+        owner = name.rpartition(".")[0]
+        while owner:
+            inside = [
+                node.meta[STAGE]
+                for node in self.graph.nodes
+                if STAGE in node.meta and f"{module_path(node)}.".startswith(f"{owner}.")
+            ]
+            if inside:
+                return min(inside)
+            owner = owner.rpartition(".")[0]
+        return 0
 
     def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:
         """The stage in which a buffer is read and written."""
