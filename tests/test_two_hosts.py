@@ -58,3 +58,11 @@ def test_cases_say_which_ranks_a_host_has():
     assert [alternate.ranks(host) for host in (0, 1)] == [[0, 2], [1, 3]]
     with pytest.raises(two_hosts.argparse.ArgumentTypeError, match="alternate"):
         two_hosts.Case.parse("tp=4@rack")
+
+
+def test_rings_cross_the_link_once_each_way_for_every_group_of_both_hosts():
+    nodes, alternate = two_hosts.Case("tp=4"), two_hosts.Case("dp=2,tp=2", "alternate")
+    assert two_hosts.crossings([0, 1, 2, 3], nodes) == [0, 1]
+    assert two_hosts.crossings([0, 1], nodes) == []
+    assert two_hosts.crossings([0, 1], alternate) == [0, 1]
+    assert two_hosts.crossings([0, 1, 2, 3], alternate) == [0, 1, 0, 1]

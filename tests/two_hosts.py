@@ -260,20 +260,25 @@ GLOO_TIMES = {"reduce_scatter": 2}
 
 def predicted(program: Any, case: Case) -> dict[str, list[float]]:
     """Bytes of a step from the first host to the second, and back, by the table of collectives, and
-    as gloo sends them: what a rank sends goes to the next of its group, which counts where that is
-    on the other host."""
+    as gloo sends them. What passes from stage to stage counts where that table has it."""
     from autoshard.groups import groups
     from autoshard.report import Sizes, step_collectives
 
     sizes, table, gloo = Sizes(program), [0.0, 0.0], [0.0, 0.0]
     for c in step_collectives(program):
         sent = sizes.number(c.bytes)
-        for group in groups(program.mesh, tuple(c.axes.split(","))):
-            for rank, following in zip(group, [*group[1:], group[0]], strict=True):
-                if case.host(rank) != case.host(following):
-                    table[case.host(rank)] += sent
-                    gloo[case.host(rank)] += sent * GLOO_TIMES.get(c.kind, 1)
+        found = groups(program.mesh, tuple(c.axes.split(",")))
+        for host in (host for group in found for host in crossings(group, case)):
+            table[host] += sent
+            gloo[host] += sent * GLOO_TIMES.get(c.kind, 1)
     return {"table": table, "gloo": gloo}
+
+
+def crossings(group: list[int], case: Case) -> list[int]:
+    """From which host a ring round the group goes to the other one, at every place where it does: a
+    rank sends all it sends to the next."""
+    onward = zip(group, [*group[1:], group[0]], strict=True)
+    return [case.host(a) for a, b in onward if case.host(a) != case.host(b)]
 
 
 # --- all together ---
