@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -30,18 +30,23 @@ from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
 
 
+if TYPE_CHECKING:
+    from autoshard.stages import Part
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """How a program is laid out over pp. ``place``: of every stage the position along pp;
     ``microbatches``: how many (None: the largest divisor of a rank's rows up to four a rank of pp);
     ``outputs``: whether a forward gives them on "all" ranks, or on those of the "last" stage;
-    ``parts``: of every stage what is in it, to show."""
+    ``parts``: what stages are made of, and ``of_part`` the stage of each."""
 
     schedule: str
     place: tuple[int, ...]
     microbatches: int | None
     outputs: str = "all"
-    parts: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Part, ...] = ()
+    of_part: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -50,6 +55,11 @@ class Pipeline:
     @property
     def stages(self) -> int:
         return len(self.place)
+
+    def stage_of_nodes(self) -> dict[str, int]:
+        """The stage of every node that was there when the stages were made, by its name."""
+        pairs = zip(self.parts, self.of_part, strict=True)
+        return {name: stage for part, stage in pairs for name in part.nodes}
 
     def of_position(self, position: int) -> list[int]:
         """The stages at a position along pp."""

@@ -32,7 +32,6 @@ from autoshard.pipeline import Pipeline
 from autoshard.program import STAGE, Program, copied, module_path
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
-from autoshard.segments import segments
 
 #: Which ranks a forward may give its outputs on: all, or those of the last stage.
 OUTPUTS = ("all", "last")
@@ -60,21 +59,21 @@ class PipelineParallel(Pass):
         program = copied(program)
         _sum_over_turns(program)
         place = schedule(self.schedule, ranks, ranks, self.chunks).place
-        found = stages.parts(program)
+        found = stages.parts(program, len(place))
         text = program.stages or self.stages
         if text is None:
             text = stages.write(found, stages.balanced(found, len(place)))
         of_part = stages.parse(text, found, len(place))
-        by_segment = stages.of_segments(program, found, of_part)
         program.stages = text
         program.pipeline = Pipeline(
             self.schedule,
             place,
             1 if not program.mesh.microbatches else self.microbatches,
             self.outputs,
-            stages.labels(found, of_part),
+            tuple(found),
+            tuple(of_part),
         )
-        Marker(program, by_segment).run()
+        Marker(program).run()
         return program
 
     def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
@@ -165,16 +164,15 @@ def _sum_over_turns(program: Program) -> None:
 class Marker:
     """Gives nodes their stages, and parameters their holders."""
 
-    def __init__(self, program: Program, by_segment: list[int]):
+    def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
         self.place = program.pipeline.place
         #: depends on inputs and constants only; of these, on no input; made of parameters alone
         self.free: set[fx.Node] = set()
         self.constant: set[fx.Node] = set()
         self.weight: set[fx.Node] = set()
-        self.at: dict[fx.Node, int] = {}
-        for segment, stage in zip(segments(self.graph), by_segment, strict=True):
-            self.at.update(dict.fromkeys(segment.nodes, stage))
+        of_name = program.pipeline.stage_of_nodes()
+        self.at = {n: of_name[n.name] for n in self.graph.nodes if n.op != "placeholder"}
 
     def run(self) -> None:
         for node in self.graph.nodes:
