@@ -83,7 +83,7 @@ def simulate_pipeline(
     assert pipeline is not None
     count, turns = len(held) // pipeline.ranks, len(inputs[0])
     order = pipeline.scheduled(turns)
-    check(order, plan.edges, joint=plan.joint)
+    check(order, plan.edges, joint=bool(plan.joint))
     mailbox, runners = Mailbox(), list[Runner]()
     for position in range(pipeline.ranks):
         own = slice(position * count, (position + 1) * count)

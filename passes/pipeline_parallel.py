@@ -16,10 +16,12 @@ over micro-batches become `runtime.turns.total`.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from autoshard import collectives, stages
@@ -27,11 +29,22 @@ from autoshard.chain import Pass
 from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import MICROBATCHES
+from autoshard.objective import loss_graph
 from autoshard.outline import draws
-from autoshard.pipeline import Pipeline
+from autoshard.pipeline import (
+    Pipeline,
+    plan,
+    sums_behind,
+    sums_of,
+    told,
+    waiting,
+    waits_for_all,
+)
 from autoshard.program import STAGE, Program, copied, module_path
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
+
+aten = torch.ops.aten
 
 #: Which ranks a forward may give its outputs on: all, or those of the last stage.
 OUTPUTS = ("all", "last")
@@ -56,8 +69,29 @@ class PipelineParallel(Pass):
         self._refuse_what_is_wrong(program, ranks)
         if ranks == 1:
             return program
+        marked = self._marked(program, ranks)
+        if not program.mesh.microbatches:
+            return marked
+        late = self.schedule == "gpipe"  # backward begins when all forwards are done
+        if found := waiting(marked, layers=self.microbatches is None and not late):
+            if self.microbatches is not None:
+                raise waits_for_all(found, len(marked.pipeline.place))
+            marked = self._marked(program, ranks, one=True)
+            marked.notes.append(
+                f"pipeline: one micro-batch, as layers behind {told(sums_behind(found))} need all rows"
+            )
+        elif marked.loss is not None and not late:
+            breaks = plan(marked, loss_graph(marked), True).joint
+            if breaks:
+                raise self._joint(breaks)
+        return marked
+
+    def _marked(self, program: Program, ranks: int, one: bool = False) -> Program:
+        """The program in stages; ``one``: of one micro-batch, whatever rows there are."""
         program = copied(program)
         _sum_over_turns(program)
+        if one:
+            _drop_sums(program)
         place = schedule(self.schedule, ranks, ranks, self.chunks).place
         found = stages.parts(program, len(place))
         text = program.stages or self.stages
@@ -68,13 +102,26 @@ class PipelineParallel(Pass):
         program.pipeline = Pipeline(
             self.schedule,
             place,
-            1 if not program.mesh.microbatches else self.microbatches,
+            1 if one or not program.mesh.microbatches else self.microbatches,
             self.outputs,
             tuple(found),
             tuple(of_part),
         )
         Marker(program).run()
         return program
+
+    def _joint(self, breaks: str) -> ShardingError:
+        count = "chosen from the rows" if self.microbatches is None else self.microbatches
+        return ShardingError(
+            message(
+                "pipeline_parallel",
+                f"the loss: {breaks}",
+                f"schedule={self.schedule!r}, microbatches {count}",
+                "there it is no sum over micro-batches, as of what all of them give a product or "
+                "the like is made; so no backward may begin before all forwards are done",
+                'pass schedule="gpipe", which runs all forwards first, or microbatches=1',
+            )
+        )
 
     def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
         wrong = []
@@ -106,6 +153,16 @@ class PipelineParallel(Pass):
 
 #: Conversions that send nothing over micro-batches: each has its own copy already.
 _OWN_COPY = ("replicate", "invariant")
+
+
+def _drop_sums(program: Program) -> None:
+    """Of one micro-batch, sums over micro-batches are their summands."""
+    for node in list(program.graph.nodes):
+        if node.target is turns.peak:
+            node.target = aten.detach.default
+        elif node.target is turns.total:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
 
 
 def _sum_over_turns(program: Program) -> None:
@@ -174,12 +231,18 @@ class Marker:
         of_name = program.pipeline.stage_of_nodes()
         self.at = {n: of_name[n.name] for n in self.graph.nodes if n.op != "placeholder"}
 
+    @property
+    def _results(self) -> Any:
+        return next(n for n in self.graph.nodes if n.op == "output").args[0]
+
     def run(self) -> None:
         for node in self.graph.nodes:
             self._classify(node)
+        outside = self.free | self.weight
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.free | self.weight:
-                node.meta[STAGE] = self.at[node]
+            if node.op == "call_function" and node not in outside:
+                node.meta[STAGE] = self._stage_of(node)
+        self._bring_sums_together()
         for node in reversed(list(self.graph.nodes)):
             if node in self.weight and node.op == "call_function":
                 self._in_every_stage(node)
@@ -204,6 +267,42 @@ class Marker:
             elif read <= self.weight | self.constant:
                 self.weight.add(node)
 
+    def _stage_of(self, node: fx.Node) -> int:
+        """A part of what an op gives stands where the op does, and what is of no module (the form
+        that a result is given in) where the last of what it reads is made."""
+        if node.target is operator.getitem or not node.meta.get("nn_module_stack"):
+            stages = [n.meta[STAGE] for n in node.all_input_nodes if STAGE in n.meta]
+            return max(stages, default=self.at[node])
+        return self.at[node]
+
+    def _bring_sums_together(self) -> None:
+        """What is made of all micro-batches is made where the last reader of it is: layers before
+        need not wait for it. It reads no parameter itself, so that every gradient comes out of the
+        part of a stage that runs once a micro-batch."""
+        updates = {self._results[at] for at in self.program.buffer_updates.values()}
+        late = sums_of(
+            self.program, self.graph, [n for n in self.graph.nodes if STAGE in n.meta]
+        ).late
+        for node in reversed(self.graph.nodes):
+            if node not in late:
+                continue
+            stages = [user.meta[STAGE] for user in node.users if user in late]
+            if stages and node not in updates:
+                node.meta[STAGE] = max(stages)
+            for read in node.all_input_nodes:
+                if read.op == "placeholder" and read in self.weight:
+                    self._read_as_alias(node, read)
+
+    def _read_as_alias(self, node: fx.Node, parameter: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(aten.alias.default, (parameter,))
+        made.meta.update({k: v for k, v in node.meta.items() if k != STAGE})
+        self.at[made] = self.at[node]
+        self.weight.add(made)
+        for known in (self.program.dims, self.program.layouts):
+            known[made] = known[parameter]
+        node.replace_input_with(parameter, made)
+
     def _in_every_stage(self, node: fx.Node) -> None:
         """What is made of parameters is made where it is read, once in each stage."""
         readers: dict[int, list[fx.Node]] = {}
@@ -225,14 +324,13 @@ class Marker:
     def _give_to_holders(self) -> None:
         """A parameter is held where it is read; so is a buffer that is written."""
         updates = self.program.buffer_updates
-        results = next(n for n in self.graph.nodes if n.op == "output").args[0]
         for node in self.graph.find_nodes(op="placeholder"):
             parameter = self.program.values.get(node.name)
             if parameter is None or (parameter.buffer and node.name not in updates):
                 continue
             stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
             if node.name in updates:
-                stages = self._of_update(node, stages, results[updates[node.name]])
+                stages = self._of_update(node, stages, self._results[updates[node.name]])
             parameter.holders = tuple(sorted({self.place[s] for s in stages or {0}}))
 
     def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:

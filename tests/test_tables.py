@@ -264,9 +264,7 @@ def test_the_graph_table_of_a_small_model():
     assert [line for i, line in enumerate(got[: len(want)]) if i != rules] == [
         line for i, line in enumerate(want) if i != rules
     ]
-    assert [
-        line[1] for line in got[len(want) :]
-    ] == "mul new_full all_reduce div all_reduce".split()
+    assert [line[1] for line in got[len(want) :]] == "mul full all_reduce div all_reduce".split()
 
 
 def test_the_graph_table_lists_every_node_and_collective():
