@@ -24,7 +24,7 @@ from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
-from autoshard.program import STAGE, Program, module_path
+from autoshard.program import STAGE, Program, module_path, tensor_results
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
@@ -80,13 +80,19 @@ class Piece:
 @dataclass
 class Stage:
     """What one stage runs. ``receives``: of every stage that sends it something, the values;
-    ``sends``: of every stage that it sends something."""
+    ``sends``: of every stage that it sends something; ``returns``: of these the ones of which a
+    gradient may come back."""
 
     before: Piece
     body: Piece
     after: Piece
     receives: dict[int, tuple[str, ...]]
     sends: dict[int, tuple[str, ...]]
+    returns: dict[int, tuple[str, ...]]
+
+    @property
+    def pieces(self) -> tuple[Piece, Piece, Piece]:
+        return self.before, self.body, self.after
 
 
 @dataclass
@@ -132,6 +138,7 @@ class Planner:
         self.outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
         self.stage = {n: s for n in self.nodes if (s := self._stage(n)) is not None}
+        self.trained = self._trained() if for_loss else set()
         self.early: set[fx.Node] = set()
         self.late: set[fx.Node] = set()
         for node in self.nodes:
@@ -171,13 +178,15 @@ class Planner:
             after = self._piece({n: None for n in late if n in self.outputs}, s, late=True)
             early = {n: None for n in self.nodes if n in self.early}
             needed = {n: None for n in early if n.name in {*body.takes, *after.takes}}
+            sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
             stages.append(
                 Stage(
                     self._piece(needed, None, late=False),
                     body,
                     after,
                     {a: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if b == s},
-                    {b: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if a == s},
+                    {b: tuple(n.name for n in ns) for b, ns in sends.items()},
+                    {b: tuple(n.name for n in ns if n in self.trained) for b, ns in sends.items()},
                 )
             )
         return Plan(
@@ -189,6 +198,20 @@ class Planner:
             once,
             joint,
         )
+
+    def _trained(self) -> set[fx.Node]:
+        """What is made of parameters that were trainable when the model was captured."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if self._is_trained(node) and self.program.values[node.name].trainable:
+                    found.add(node)
+            elif node.target is not torch.ops.aten.detach.default:
+                results = tensor_results(node)
+                floats = any(x.is_floating_point() or x.is_complex() for x in results)
+                if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+        return found
 
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early
