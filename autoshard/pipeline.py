@@ -25,7 +25,7 @@ from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
 from autoshard.outline import RECOMPUTE, draws
-from autoshard.program import STAGE, Program, module_path
+from autoshard.program import STAGE, Program, module_path, tensor_results
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
@@ -97,13 +97,19 @@ class Piece:
 @dataclass
 class Stage:
     """What one stage runs. ``receives``: of every stage that sends it something, the values;
-    ``sends``: of every stage that it sends something."""
+    ``sends``: of every stage that it sends something; ``returns``: of these the ones of which a
+    gradient may come back."""
 
     before: Piece
     body: Piece
     after: Piece
     receives: dict[int, tuple[str, ...]]
     sends: dict[int, tuple[str, ...]]
+    returns: dict[int, tuple[str, ...]]
+
+    @property
+    def pieces(self) -> tuple[Piece, Piece, Piece]:
+        return self.before, self.body, self.after
 
 
 @dataclass
@@ -183,6 +189,7 @@ class Planner:
         self.stage = {n: s for n in self.nodes if (s := self._stage(n)) is not None}
         self.sums = sums_of(program, graph, self.stage)
         self.early, self.late = self.sums.early, self.sums.late
+        self.trained = self._trained() if for_loss else set()
 
     def _stage(self, node: fx.Node) -> int | None:
         if node.target in (start_gather, wait_gather, release):
@@ -222,13 +229,15 @@ class Planner:
             before = self._piece(needed, lambda n: n.op == "placeholder")
             for piece in (before, after):
                 _unmark(piece)
+            sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
             stages.append(
                 Stage(
                     before,
                     body,
                     after,
                     {a: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if b == s},
-                    {b: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if a == s},
+                    {b: tuple(n.name for n in ns) for b, ns in sends.items()},
+                    {b: tuple(n.name for n in ns if n in self.trained) for b, ns in sends.items()},
                 )
             )
         return Plan(
@@ -240,6 +249,20 @@ class Planner:
             once,
             joint,
         )
+
+    def _trained(self) -> set[fx.Node]:
+        """What is made of parameters that were trainable when the model was captured."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if self._is_trained(node) and self.program.values[node.name].trainable:
+                    found.add(node)
+            elif node.target is not torch.ops.aten.detach.default:
+                results = tensor_results(node)
+                floats = any(x.is_floating_point() or x.is_complex() for x in results)
+                if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+        return found
 
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early

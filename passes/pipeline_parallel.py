@@ -40,7 +40,7 @@ from autoshard.pipeline import (
     waiting,
     waits_for_all,
 )
-from autoshard.program import STAGE, Program, copied, module_path
+from autoshard.program import STAGE, Parameter, Program, copied, module_path
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
 
@@ -255,7 +255,7 @@ class Marker:
                 self.free.add(node)
             elif not parameter.buffer:
                 self.weight.add(node)
-            elif node.name not in self.program.buffer_updates:
+            elif node.name not in self.program.buffer_updates and not self._held_before(parameter):
                 self.free.add(node)
                 self.constant.add(node)
         elif node.op == "call_function" and not draws(node):
@@ -302,6 +302,10 @@ class Marker:
         for known in (self.program.dims, self.program.layouts):
             known[made] = known[parameter]
         node.replace_input_with(parameter, made)
+    def _held_before(self, parameter: Parameter) -> tuple[int, ...] | None:
+        """The only positions that hold a parameter in the other graph of the model, if it has been
+        there first: those of readers in this one may be fewer."""
+        return self.program.holders.get(parameter.name)
 
     def _in_every_stage(self, node: fx.Node) -> None:
         """What is made of parameters is made where it is read, once in each stage."""
@@ -326,12 +330,18 @@ class Marker:
         updates = self.program.buffer_updates
         for node in self.graph.find_nodes(op="placeholder"):
             parameter = self.program.values.get(node.name)
-            if parameter is None or (parameter.buffer and node.name not in updates):
+            if parameter is None:
+                continue
+            before = self._held_before(parameter)
+            if parameter.buffer and node.name not in updates and before is None:
                 continue
             stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
             if node.name in updates:
                 stages = self._of_update(node, stages, self._results[updates[node.name]])
-            parameter.holders = tuple(sorted({self.place[s] for s in stages or {0}}))
+            found = {self.place[s] for s in stages}
+            if before is not None and found <= {*before}:
+                found = {*before}
+            parameter.holders = tuple(sorted(found)) or (0,)
 
     def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:
         """The stage in which a buffer is read and written."""
