@@ -26,6 +26,7 @@ from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
 from autoshard.outline import RECOMPUTE, draws
 from autoshard.program import STAGE, Program, module_path, tensor_results
+from autoshard.runtime.split import deferring
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
@@ -230,6 +231,8 @@ class Planner:
             for piece in (before, after):
                 _unmark(piece)
             sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
+            if self.for_loss and self._splits():
+                self._leave_weights(body)
             stages.append(
                 Stage(
                     before,
@@ -249,6 +252,17 @@ class Planner:
             once,
             joint,
         )
+
+    def _splits(self) -> bool:
+        """Whether the schedule has gradients of weights apart from those of inputs."""
+        pipeline = self.program.pipeline
+        return pipeline.scheduled(pipeline.ranks).splits
+
+    def _leave_weights(self, body: Piece) -> None:
+        held = self.program.values
+        trained = {n for n in body.takes if n in held and held[n].trainable}
+        fixed = {n for n in body.takes if n in held and n not in trained}
+        deferring(body.graph, trained, fixed)
 
     def _trained(self) -> set[fx.Node]:
         """What is made of parameters that were trainable when the model was captured."""

@@ -302,6 +302,7 @@ class Marker:
         for known in (self.program.dims, self.program.layouts):
             known[made] = known[parameter]
         node.replace_input_with(parameter, made)
+
     def _held_before(self, parameter: Parameter) -> tuple[int, ...] | None:
         """The only positions that hold a parameter in the other graph of the model, if it has been
         there first: those of readers in this one may be fewer."""
