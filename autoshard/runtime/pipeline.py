@@ -135,10 +135,10 @@ class Runner:
         for stage in self.own:
             with torch.no_grad():
                 found |= self._after(stage)
-        ranks, turns = range(self.engine.ranks), range(step.turns)
+        ranks, every = range(self.engine.ranks), range(step.turns)
         for name, at in self.plan.made.items():
             if name not in found and at in self.own:
-                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in turns]
+                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in every]
         self.step = None
         return found
 
