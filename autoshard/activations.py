@@ -16,6 +16,7 @@ chooses differ). A model on the meta device counts as one on the CPU.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -107,13 +108,15 @@ class Forward:
     alone; in ``blocks``, what each of these saves when it is computed again.
 
     ``again``: names of the nodes that run again in backward; ``units``: of those of which backward
-    reads the weights.
+    reads the weights. ``by``: ``saved`` by the name of the first node that saves a tensor, or of
+    the first one of the recomputed block that reads it.
     """
 
     saved: int
     blocks: list[int] = field(default_factory=list)
     again: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
+    by: dict[str, int] = field(default_factory=dict)
 
 
 class _Tracer(fx.Interpreter):
@@ -206,16 +209,24 @@ def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | No
     held = _storages(arguments) | {k: s for unit in units for k, s in unit.storages.items()}
     read: set[str] = set()
     of = {node: run for run in tracer.blocks for node in run.nodes}
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
     kept: dict[int, Any] = {}
+    first: dict[int, fx.Node] = {}  # that saves each of these
     inside: dict[int, dict[int, Any]] = {}
-    for saved in recorder.saved():
+    for saved in sorted(recorder.saved(), key=lambda s: order[s.node]):  # type: ignore[index]
         run, key = of.get(saved.node), saved.storage._cdata  # type: ignore[arg-type]
         if run is None:
-            kept[key] = saved.storage
+            new = {key: saved.storage}
             read |= {unit.unit.name for unit in units if key in unit.storages}
         else:
             inside.setdefault(id(run), {})[key] = saved.storage
-            kept.update(tracer.inputs[id(run)])
+            new = tracer.inputs[id(run)]
+        for key in new.keys() - kept.keys():
+            kept[key] = new[key]
+            first[key] = saved.node if run is None else run.nodes[0]  # type: ignore[assignment]
+    by: collections.Counter[str] = collections.Counter()
+    for key in kept.keys() - held.keys():
+        by[first[key].name] += kept[key].nbytes()
     del results
     for unit in units:
         unit.storages.clear()
@@ -225,6 +236,7 @@ def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | No
         [_bytes(inside[id(run)], {**held, **tracer.inputs[id(run)]}) for run in again],
         {name for run in again for name in _again(run, recorder)},
         read,
+        dict(by),
     )
 
 

@@ -104,7 +104,7 @@ def measured(module: Any) -> dict[str, int]:
     """Bytes of each kind that a live module holds now, by the names of `predicted`: every storage
     counts once. Optimizers count that have taken a step on the module's parameters."""
     store = module._store
-    held = [module.tensor(key) for key in module.program.parameters()]
+    held = [module.tensor(key) for key in module.held_parameters()]
     counted: set[int] = set()
 
     def count(tensors: Any) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -25,7 +25,8 @@ from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
 from autoshard.outline import RECOMPUTE, draws
-from autoshard.program import STAGE, Program, module_path
+from autoshard.program import STAGE, Program, module_path, tensor_results
+from autoshard.runtime.split import deferring
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
@@ -35,18 +36,23 @@ from autoshard.summands import Summands
 NAMED = 5
 
 
+if TYPE_CHECKING:
+    from autoshard.stages import Part
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """How a program is laid out over pp. ``place``: of every stage the position along pp;
     ``microbatches``: how many (None: the largest divisor of a rank's rows up to four a rank of pp);
     ``outputs``: whether a forward gives them on "all" ranks, or on those of the "last" stage;
-    ``parts``: of every stage what is in it, to show."""
+    ``parts``: what stages are made of, and ``of_part`` the stage of each."""
 
     schedule: str
     place: tuple[int, ...]
     microbatches: int | None
     outputs: str = "all"
-    parts: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Part, ...] = ()
+    of_part: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -55,6 +61,11 @@ class Pipeline:
     @property
     def stages(self) -> int:
         return len(self.place)
+
+    def stage_of_nodes(self) -> dict[str, int]:
+        """The stage of every node that was there when the stages were made, by its name."""
+        pairs = zip(self.parts, self.of_part, strict=True)
+        return {name: stage for part, stage in pairs for name in part.nodes}
 
     def of_position(self, position: int) -> list[int]:
         """The stages at a position along pp."""
@@ -87,13 +98,19 @@ class Piece:
 @dataclass
 class Stage:
     """What one stage runs. ``receives``: of every stage that sends it something, the values;
-    ``sends``: of every stage that it sends something."""
+    ``sends``: of every stage that it sends something; ``returns``: of these the ones of which a
+    gradient may come back."""
 
     before: Piece
     body: Piece
     after: Piece
     receives: dict[int, tuple[str, ...]]
     sends: dict[int, tuple[str, ...]]
+    returns: dict[int, tuple[str, ...]]
+
+    @property
+    def pieces(self) -> tuple[Piece, Piece, Piece]:
+        return self.before, self.body, self.after
 
 
 @dataclass
@@ -173,6 +190,7 @@ class Planner:
         self.stage = {n: s for n in self.nodes if (s := self._stage(n)) is not None}
         self.sums = sums_of(program, graph, self.stage)
         self.early, self.late = self.sums.early, self.sums.late
+        self.trained = self._trained() if for_loss else set()
 
     def _stage(self, node: fx.Node) -> int | None:
         if node.target in (start_gather, wait_gather, release):
@@ -212,13 +230,17 @@ class Planner:
             before = self._piece(needed, lambda n: n.op == "placeholder")
             for piece in (before, after):
                 _unmark(piece)
+            sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
+            if self.for_loss and self._splits():
+                self._leave_weights(body)
             stages.append(
                 Stage(
                     before,
                     body,
                     after,
                     {a: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if b == s},
-                    {b: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if a == s},
+                    {b: tuple(n.name for n in ns) for b, ns in sends.items()},
+                    {b: tuple(n.name for n in ns if n in self.trained) for b, ns in sends.items()},
                 )
             )
         return Plan(
@@ -230,6 +252,31 @@ class Planner:
             once,
             joint,
         )
+
+    def _splits(self) -> bool:
+        """Whether the schedule has gradients of weights apart from those of inputs."""
+        pipeline = self.program.pipeline
+        return pipeline.scheduled(pipeline.ranks).splits
+
+    def _leave_weights(self, body: Piece) -> None:
+        held = self.program.values
+        trained = {n for n in body.takes if n in held and held[n].trainable}
+        fixed = {n for n in body.takes if n in held and n not in trained}
+        deferring(body.graph, trained, fixed)
+
+    def _trained(self) -> set[fx.Node]:
+        """What is made of parameters that were trainable when the model was captured."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if self._is_trained(node) and self.program.values[node.name].trainable:
+                    found.add(node)
+            elif node.target is not torch.ops.aten.detach.default:
+                results = tensor_results(node)
+                floats = any(x.is_floating_point() or x.is_complex() for x in results)
+                if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+        return found
 
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early

@@ -95,9 +95,8 @@ def table(module: Any, which: str, format: str = "plain", ranks_per_node: int | 
     )
     if not made.note:
         return text
-    return (
-        f"{text}\n<p>{html.escape(made.note)}</p>" if style == "html" else f"{text}\n\n{made.note}"
-    )
+    below = f"<p>{html.escape(made.note)}</p>" if style == "html" else f"\n{made.note}"
+    return f"{text}\n{below}"
 
 
 def _text(cell: Any) -> str:
@@ -672,7 +671,7 @@ def collectives_table(program: Program) -> Table:
     return Table(headers, rows, ("count", "bytes", number), {"why": 46})
 
 
-#: What travels over pp: no collective, and no part of the graph.
+#: What travels over pp besides collectives, and stands in no graph.
 PIPELINE = "activations to the next stage, their gradients back"
 
 
@@ -693,13 +692,12 @@ def groups_table(program: Program, ranks_per_node: int | None = None) -> Table:
         found = groups(mesh, tuple(over.split(",")))
         row: list[Any] = [over, len(found[0]), len(found), listed(found)]
         row += [] if ranks_per_node is None else [crosses(found, ranks_per_node)]
-        if sent[over]:
-            step = [c for c in sent[over] if c.why != OUTPUTS]
-            total = _simple(sympy.expand(sum(c.bytes for c in step)))
-            row += [_counted(step) or OUTPUTS, total, sizes.number(total)]
-        else:
-            row += [PIPELINE, "-", "-"]
-        rows.append(row)
+        step = [c for c in sent[over] if c.why != OUTPUTS]
+        total = _simple(sympy.expand(sum(c.bytes for c in step)))
+        what = [PIPELINE] if over == "pp" else []
+        what += _counted(step) or ([] if what else [OUTPUTS])
+        known = ["-", "-"] if over == "pp" else [total, sizes.number(total)]
+        rows.append([*row, ", ".join(what), *known])
     at = sizes.captured()
     number = f"bytes at {at}" if at else "bytes at the captured sizes"
     headers = ["over", "size", "groups", "ranks"]
@@ -714,12 +712,12 @@ def _outermost_first(over: str, program: Program) -> list[tuple[int, str]]:
     return [(names.index(axis.partition(".")[0]), axis) for axis in over.split(",")]
 
 
-def _counted(step: list[Collective]) -> str:
-    """How many there are of each kind: ``2 all_gather, 1 all_reduce``."""
+def _counted(step: list[Collective]) -> list[str]:
+    """How many there are of each kind: ``2 all_gather``."""
     counts: collections.Counter[str] = collections.Counter()
     for c in step:
         counts[c.kind] += c.count
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return [f"{count} {kind}" for kind, count in sorted(counts.items())]
 
 
 def passes_table(program: Program) -> Table:

@@ -40,10 +40,9 @@ from autoshard.pipeline import (
     waiting,
     waits_for_all,
 )
-from autoshard.program import STAGE, Program, copied, module_path
+from autoshard.program import STAGE, Parameter, Program, copied, module_path, shallow
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
-from autoshard.segments import segments
 
 aten = torch.ops.aten
 
@@ -55,8 +54,8 @@ OUTPUTS = ("all", "last")
 class PipelineParallel(Pass):
     """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
     chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
-    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: which
-    ranks a forward gives them on, "all" or those of the "last" stage."""
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: on
+    which ranks a forward gives them, "all" or those of the "last" stage."""
 
     name: ClassVar[str] = "pipeline_parallel"
     schedule: str = "1f1b"
@@ -67,9 +66,9 @@ class PipelineParallel(Pass):
 
     def __call__(self, program: Program) -> Program:
         ranks = program.mesh.mesh.size("pp")
-        self._refuse_what_is_wrong(program, ranks)
+        self._refuse_what_is_wrong(program)
         if ranks == 1:
-            return program
+            return self._without_effect(program)
         marked = self._marked(program, ranks)
         if not program.mesh.microbatches:
             return marked
@@ -78,14 +77,24 @@ class PipelineParallel(Pass):
             if self.microbatches is not None:
                 raise waits_for_all(found, len(marked.pipeline.place))
             marked = self._marked(program, ranks, one=True)
+            behind = told(sums_behind(found))
             marked.notes.append(
-                f"pipeline: one micro-batch, as layers behind {told(sums_behind(found))} need all rows"
+                f"pipeline: one micro-batch, as layers behind {behind} need all rows"
             )
         elif marked.loss is not None and not late:
             breaks = plan(marked, loss_graph(marked), True).joint
             if breaks:
                 raise self._joint(breaks)
         return marked
+
+    def _without_effect(self, program: Program) -> Program:
+        """On a mesh without pp: the same script may be run with and without."""
+        given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if given:
+            program = shallow(program)
+            texts = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in given)
+            program.notes.append(f"pipeline: the mesh has no pp, so {texts} has no effect")
+        return program
 
     def _marked(self, program: Program, ranks: int, one: bool = False) -> Program:
         """The program in stages; ``one``: of one micro-batch, whatever rows there are."""
@@ -94,21 +103,21 @@ class PipelineParallel(Pass):
         if one:
             _drop_sums(program)
         place = schedule(self.schedule, ranks, ranks, self.chunks).place
-        found = stages.parts(program)
+        found = stages.parts(program, len(place))
         text = program.stages or self.stages
         if text is None:
             text = stages.write(found, stages.balanced(found, len(place)))
         of_part = stages.parse(text, found, len(place))
-        by_segment = stages.of_segments(program, found, of_part)
         program.stages = text
         program.pipeline = Pipeline(
             self.schedule,
             place,
             1 if one or not program.mesh.microbatches else self.microbatches,
             self.outputs,
-            stages.labels(found, of_part),
+            tuple(found),
+            tuple(of_part),
         )
-        Marker(program, by_segment).run()
+        Marker(program).run()
         return program
 
     def _joint(self, breaks: str) -> ShardingError:
@@ -124,7 +133,7 @@ class PipelineParallel(Pass):
             )
         )
 
-    def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
+    def _refuse_what_is_wrong(self, program: Program) -> None:
         wrong = []
         if self.schedule not in NAMES:
             wrong.append(f"schedule={self.schedule!r} is none of {', '.join(map(repr, NAMES))}")
@@ -137,9 +146,6 @@ class PipelineParallel(Pass):
             wrong.append(f"stages={self.stages!r} is no text")
         if self.outputs not in OUTPUTS:
             wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
-        if ranks == 1:
-            given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-            wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]
         if wrong:
             raise ShardingError(
                 message(
@@ -222,16 +228,15 @@ def _sum_over_turns(program: Program) -> None:
 class Marker:
     """Gives nodes their stages, and parameters their holders."""
 
-    def __init__(self, program: Program, by_segment: list[int]):
+    def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
         self.place = program.pipeline.place
         #: depends on inputs and constants only; of these, on no input; made of parameters alone
         self.free: set[fx.Node] = set()
         self.constant: set[fx.Node] = set()
         self.weight: set[fx.Node] = set()
-        self.at: dict[fx.Node, int] = {}
-        for segment, stage in zip(segments(self.graph), by_segment, strict=True):
-            self.at.update(dict.fromkeys(segment.nodes, stage))
+        of_name = program.pipeline.stage_of_nodes()
+        self.at = {n: of_name[n.name] for n in self.graph.nodes if n.op != "placeholder"}
 
     @property
     def _results(self) -> Any:
@@ -257,7 +262,7 @@ class Marker:
                 self.free.add(node)
             elif not parameter.buffer:
                 self.weight.add(node)
-            elif node.name not in self.program.buffer_updates:
+            elif node.name not in self.program.buffer_updates and not self._held_before(parameter):
                 self.free.add(node)
                 self.constant.add(node)
         elif node.op == "call_function" and not draws(node):
@@ -305,6 +310,11 @@ class Marker:
             known[made] = known[parameter]
         node.replace_input_with(parameter, made)
 
+    def _held_before(self, parameter: Parameter) -> tuple[int, ...] | None:
+        """The only positions that hold a parameter in the other graph of the model, if it has been
+        there first: those of readers in this one may be fewer."""
+        return self.program.holders.get(parameter.name)
+
     def _in_every_stage(self, node: fx.Node) -> None:
         """What is made of parameters is made where it is read, once in each stage."""
         readers: dict[int, list[fx.Node]] = {}
@@ -324,47 +334,22 @@ class Marker:
                 user.replace_input_with(node, copy)
 
     def _give_to_holders(self) -> None:
-        """Parameters and buffers are held where they are read, in training as in evaluation; one
-        that nothing reads, where its module is."""
+        """A parameter is held where it is read; so is a buffer that is written."""
         updates = self.program.buffer_updates
         for node in self.graph.find_nodes(op="placeholder"):
             parameter = self.program.values.get(node.name)
-            if parameter is None or parameter.constant:
+            if parameter is None:
                 continue
-            stages = self._readers(node)
+            before = self._held_before(parameter)
+            if parameter.buffer and node.name not in updates and before is None:
+                continue
+            stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
             if node.name in updates:
                 stages = self._of_update(node, stages, self._results[updates[node.name]])
-            stages = stages or {self._where(parameter.name)}
-            parameter.holders = tuple(sorted({self.place[s] for s in stages}))
-
-    def _readers(self, node: fx.Node) -> set[int]:
-        """The stages that need a value. What is of no stage is made in each that needs it; a
-        result, in the last one."""
-        found, seen, left = set[int](), set[fx.Node](), [node]
-        while left:
-            for user in left.pop().users:
-                if STAGE in user.meta:
-                    found.add(user.meta[STAGE])
-                elif user.op == "output" and node not in user.all_input_nodes:
-                    found.add(len(self.place) - 1)
-                elif user not in seen:
-                    seen.add(user)
-                    left.append(user)
-        return found
-
-    def _where(self, name: str) -> int:
-        """The first stage in which something of a parameter's module, or of one around it, is."""
-        owner = name.rpartition(".")[0]
-        while owner:
-            inside = [
-                node.meta[STAGE]
-                for node in self.graph.nodes
-                if STAGE in node.meta and f"{module_path(node)}.".startswith(f"{owner}.")
-            ]
-            if inside:
-                return min(inside)
-            owner = owner.rpartition(".")[0]
-        return 0
+            found = {self.place[s] for s in stages}
+            if before is not None and found <= {*before}:
+                found = {*before}
+            parameter.holders = tuple(sorted(found)) or (0,)
 
     def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:
         """The stage in which a buffer is read and written."""

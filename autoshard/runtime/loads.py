@@ -67,9 +67,9 @@ def _imbalance(numbers: Sequence[int]) -> float:
     return max(numbers) * len(numbers) / total if total else 1.0
 
 
-@dataclass
-class _Taken:
-    """Of one micro-batch: see `Load.take`."""
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a rank took note of in one micro-batch; see `Load.take`."""
 
     counts: torch.Tensor
     rows: int
@@ -78,21 +78,24 @@ class _Taken:
 
 
 class Load:
-    """What one rank took note of when it last ran a mixture, in every micro-batch of a pipeline: on
-    its device, nothing is waited for."""
+    """What one rank took note of when it last ran a mixture, in all micro-batches of a step: on its
+    device, nothing is waited for."""
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture
-        self.taken: dict[int, _Taken] = {}
+        self.taken: dict[int, Taken] = {}  # by micro-batch: one that is computed again counts once
+
+    def begin(self) -> None:
+        """A step of several micro-batches begins: nothing of an earlier one is left."""
+        self.taken.clear()
 
     def take(
         self, counts: torch.Tensor, rows: int, sent: int, dropped: torch.Tensor | None = None
     ) -> None:
         """``counts[experts]``: slots of this rank's tokens; ``rows`` that came to its experts;
         bytes ``sent`` to other ranks; ``dropped[slots]``: which are."""
-        self.taken = {turn: one for turn, one in self.taken.items() if turn < turns.count}
-        dropped = None if dropped is None else dropped.detach()
-        self.taken[turns.turn] = _Taken(counts.detach(), rows, sent, dropped)
+        over = None if dropped is None else dropped.detach().sum()
+        self.taken[turns.turn] = Taken(counts.detach(), rows, sent, over)
 
     def share(self, mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
         """One row of numbers, whose sum over all ranks `loads_of` reads."""
@@ -100,12 +103,12 @@ class Load:
         out = torch.zeros(mixture.experts + 2 * ranks + 1, dtype=torch.int64, device=device)
         coordinate = mesh.coordinate(rank)
         first = all(coordinate[m] == 0 for m in mesh.axes if m not in mixture.tokens)
-        for one in self.taken.values():
+        for taken in self.taken.values():
             if first:  # ranks of the same tokens count them once
-                out[: mixture.experts] += one.counts
-                out[-1] += 0 if one.dropped is None else one.dropped.sum()
-            out[mixture.experts + rank] += one.rows
-            out[mixture.experts + ranks + rank] += one.sent
+                out[: mixture.experts] += taken.counts
+                out[-1] += 0 if taken.dropped is None else taken.dropped
+            out[mixture.experts + rank] += taken.rows
+            out[mixture.experts + ranks + rank] += taken.sent
         return out
 
 

@@ -115,7 +115,6 @@ class Runner:
     ) -> None:
         """Begin a step; ``seed``: of its random numbers, None where there are none."""
         self.step, self.most = Step(held, inputs, seed, grad), 0
-        turns.count = len(inputs)
         for stage in self.own:
             self._before(stage)
 
@@ -140,7 +139,7 @@ class Runner:
         for name, at in self.plan.made.items():
             if name not in found and at in self.own:
                 found[name] = [[self._value(name, turn, r) for r in ranks] for turn in every]
-        self.step, turns.count = None, 1
+        self.step = None
         return found
 
     @property

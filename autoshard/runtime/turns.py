@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-#: The micro-batch that this process is at, and how many there are: others than 0 and 1 only while a
-#: pipeline runs.
-turn, count = 0, 1
+#: The micro-batch that this process is at: other than 0 only while a pipeline runs.
+turn = 0
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
