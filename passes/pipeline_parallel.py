@@ -42,6 +42,7 @@ from autoshard.pipeline import (
 )
 from autoshard.program import STAGE, Parameter, Program, copied, module_path, shallow
 from autoshard.runtime import rng, turns
+from autoshard.runtime.dispatch import to_experts
 from autoshard.schedule import NAMES, chunks_of, schedule
 
 aten = torch.ops.aten
@@ -254,6 +255,10 @@ class Marker:
             if node in self.weight and node.op == "call_function":
                 self._in_every_stage(node)
         self._give_to_holders()
+        for node in self.graph.find_nodes(op="call_function", target=to_experts):
+            known = self.program.mixtures
+            position = self.place[node.meta[STAGE]]
+            known[node.args[5]] = dataclasses.replace(known[node.args[5]], position=position)
 
     def _classify(self, node: fx.Node) -> None:
         if node.op == "placeholder":

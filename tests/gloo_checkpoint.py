@@ -23,12 +23,25 @@ ALONE = "one device"
 MESHES = {"dp=4": {"dp": 4}, "dp=2,tp=2": {"dp": 2, "tp": 2}, "tp=4": {"tp": 4}, ALONE: {"dp": 1}}
 #: Meshes that cut tokens through attention, on which a job of their own saves and loads.
 CONTEXT_MESHES = {"cp=4": {"cp": 4}, "cp=2,tp=2": {"cp": 2, "tp": 2}}
+#: Meshes of which some have stages, on which a job of their own saves and loads.
+PIPELINE_MESHES = {
+    "pp=2,dp=2": {"pp": 2, "dp": 2},
+    "pp=2,tp=2, interleaved": {"pp": 2, "tp": 2},
+    "pp=2,dp=2, V": {"pp": 2, "dp": 2},
+    "pp=4": {"pp": 4},
+    "pp=2,ep=2": {"pp": 2, "ep": 2},
+}
 #: Options of the call on each mesh.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp=4": {"zero": 3},
     "dp=2,tp=2": {"zero": 1},
     "cp=4": {"zero": 3},
     "cp=2,tp=2": {"zero": 1, "context_parallel": "ulysses"},
+    "pp=2,dp=2": {"zero": 1, "microbatches": 2},
+    "pp=2,tp=2, interleaved": {"schedule": "interleaved", "microbatches": 2},
+    "pp=2,dp=2, V": {"zero": 3, "schedule": "dualpipev", "microbatches": 2},
+    "pp=4": {"schedule": "gpipe", "microbatches": 2},
+    "pp=2,ep=2": {"zero": 2, "microbatches": 1},
     "dp=4, mixed": {"zero": 3, "param_dtype": torch.bfloat16, "offload": True},
     "dp=2,tp=2, mixed": {"zero": 2, "param_dtype": torch.bfloat16},
 }
@@ -42,7 +55,7 @@ class Run:
 
         self.mesh = None
         if mesh != ALONE:
-            sizes = (MESHES | CONTEXT_MESHES)[mesh.removesuffix(", mixed")]
+            sizes = (MESHES | CONTEXT_MESHES | PIPELINE_MESHES)[mesh.removesuffix(", mixed")]
             self.mesh = dist.device_mesh.init_device_mesh(
                 "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
             )
@@ -79,16 +92,32 @@ class Run:
     def whole(self) -> dict[str, Any]:
         """Every parameter, buffer and optimizer tensor whole, every number, and the rates."""
         out: dict[str, Any] = detached(self.sharded.full_state_dict())
-        for key, parameter in self.sharded.program.parameters().items():
+        mine: dict[str, dict[str, Any]] = {}
+        for key in self.sharded.held_parameters():
             local = self.sharded.tensor(key)
             fields = self.optimizer.state.get(local, {})
-            for field, value in fields.items():
+            cut = {f for f, v in fields.items() if getattr(v, "shape", None) == local.shape}
+            mine[key] = {f: None if f in cut else v * 1 for f, v in fields.items()}
+        known = self.everywhere(mine)
+        for key, parameter in self.sharded.program.parameters().items():
+            for field, value in known.get(key, {}).items():
                 at = f"optimizer.{parameter.name}.{field}"
-                same_shape = isinstance(value, torch.Tensor) and value.shape == local.shape
-                out[at] = self.sharded._whole(parameter, value) if same_shape else value * 1
+                if value is None and key in mine:
+                    value = self.optimizer.state[self.sharded.tensor(key)][field]
+                    out[at] = self.sharded._whole(parameter, value)
+                else:
+                    out[at] = self.sharded._whole(parameter, None) if value is None else value
         for at, group in enumerate(self.optimizer.param_groups):
             out |= {f"group {at}.{k}": group[k] for k in ("lr", "initial_lr", "weight_decay")}
         return out
+
+    def everywhere(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What ranks of all stages have."""
+        if self.mesh is None or "pp" not in self.mesh.mesh_dim_names:
+            return mine
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        return {key: fields for each in told for key, fields in each.items()}
 
 
 def two_groups(sharded: Any) -> torch.optim.Optimizer:

@@ -88,10 +88,12 @@ class Dropping(nn.Module):
 MODELS: dict[str, Any] = {
     "tied": (tied, lambda: hw.tokens(8)),
     "deep": (lambda: tied(4), lambda: hw.tokens(8)),
+    "deeper": (lambda: tied(8), lambda: hw.tokens(8)),
     "half frozen": (half_frozen, lambda: hw.tokens(8)),
     "frozen ties": (frozen_ties, lambda: hw.tokens(8)),
     "normed": (Normed, lambda: hw.vectors(8, 16)),
     "looped": (lambda: Mixtures(Looped(), Looped()), lambda: mixture_tokens()),
+    "one mixture": (lambda: Mixtures(Looped()), lambda: mixture_tokens()),
     "biased": (lambda: Mixtures(Biased(0.01), Biased(0.01)), lambda: mixture_tokens()),
     "dropping": (Dropping, lambda: {"x": hw.vectors(8, 4, 16)["x"]}),
 }
@@ -147,8 +149,8 @@ def train(mesh, name: str, options: dict[str, Any], steps: int = 2) -> dict[str,
         out["norm"].append(sharded.clip_grad_norm_(CLIP).clone())
         optimizer.step()
     out["state"] = detached(sharded.full_state_dict())
-    sharded.eval()
-    with torch.no_grad():
+    with torch.no_grad(), InFloat64():
+        sharded.eval()
         out["evaluated"] = outputs_of(sharded(**rows))
     return out
 
@@ -156,11 +158,8 @@ def train(mesh, name: str, options: dict[str, Any], steps: int = 2) -> dict[str,
 def train_alone(name: str, steps: int = 2) -> dict[str, Any]:
     model, inputs = made(name)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    before = copy.deepcopy(model.state_dict())
     with torch.no_grad(), InFloat64():
         out: dict[str, Any] = {"outputs": outputs_of(model(**inputs)), "loss": [], "norm": []}
-    if name != "normed":  # whose running statistics a forward moves, here as on ranks
-        model.load_state_dict(before)
     for step in range(steps):
         optimizer.zero_grad()
         with InFloat64():
@@ -400,9 +399,10 @@ def own_parts(mesh, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def loads(mesh, name: str, options: dict[str, Any]) -> list[Any]:
+def loads(mesh, name: str, axes: str, options: dict[str, Any]) -> list[Any]:
     """What expert_load says: before any step, after one, after another of fewer rows, and after a
-    forward in evaluation."""
+    forward in evaluation; and the table of it."""
+    mesh = mesh_of(axes)
     model, inputs = made(name)
     sharded = gloo.shard(mesh, model, inputs, **options)
     rows = local_rows(mesh, inputs)

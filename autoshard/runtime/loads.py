@@ -18,7 +18,7 @@ class Mixture:
     """One mixture of experts of a partitioned graph. ``where``: its module; ``over``: the mesh axes
     that cut its experts; ``tokens``: those that cut its tokens; ``shared``: those whose ranks all
     compute, each with a part of the width, the rows that any of them is sent; ``capacity``: the
-    factor, if any.
+    factor, if any; ``position``: along pp, of the ranks that compute it.
     """
 
     where: str
@@ -28,6 +28,7 @@ class Mixture:
     tokens: tuple[str, ...]
     shared: tuple[str, ...] = ()
     capacity: float | None = None
+    position: int = 0
 
     def experts_of_ranks(self, mesh: SubMesh) -> list[int]:
         """How many experts each rank of ``over`` has."""
@@ -38,11 +39,11 @@ class Mixture:
 class ExpertLoad:
     """The load of one mixture in one step, of all ranks together.
 
-    ``tokens``: how many slots (a token's choice of an expert) each expert was chosen for; ``rows``:
-    how many rows the experts of each rank computed: with a capacity also those that stand for no
-    slot, and where experts are cut by width those of all ranks that have a part of them; ``sent``:
-    bytes that each rank sent to experts on other ranks (as many rows return); ``dropped``: slots
-    over the capacity.
+    ``tokens``: how many slots (a token's choice of an expert) each expert was chosen for;
+    ``ranks``: those that compute the mixture, all without pp; ``rows``: how many rows the experts
+    of each of these computed: with a capacity also those that stand for no slot, and where experts
+    are cut by width those of all ranks that have a part of them; ``sent``: bytes that each of these
+    sent to experts on other ranks (as many rows return); ``dropped``: slots over the capacity.
     """
 
     where: str
@@ -50,6 +51,7 @@ class ExpertLoad:
     rows: tuple[int, ...]
     sent: tuple[int, ...]
     dropped: int
+    ranks: tuple[int, ...]
 
     @property
     def expert_imbalance(self) -> float:
@@ -125,9 +127,10 @@ def loads_of(
     ranks, numbers, found = mesh.mesh.world_size, shares.tolist(), []
     for mixture in mixtures.values():
         tokens, rest = tuple(numbers[: mixture.experts]), numbers[mixture.experts :]
-        groups = [mesh.peers(r, mixture.shared) if mixture.shared else [r] for r in range(ranks)]
+        here = tuple(r for r in range(ranks) if mesh.stage(r) == mixture.position)
+        groups = [mesh.peers(r, mixture.shared) if mixture.shared else [r] for r in here]
         rows = tuple(sum(rest[r] for r in group) for group in groups)
-        sent = tuple(rest[ranks : 2 * ranks])
-        found.append(ExpertLoad(mixture.where, tokens, rows, sent, rest[2 * ranks]))
+        sent = tuple(rest[ranks + r] for r in here)
+        found.append(ExpertLoad(mixture.where, tokens, rows, sent, rest[2 * ranks], here))
         numbers = rest[2 * ranks + 1 :]
     return found

@@ -116,13 +116,15 @@ def state_of(
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:
-    """The optimizer's groups: the names of their parameters, and their hyperparameters."""
+    """The optimizer's groups: which one it is, the names of its parameters that this rank holds,
+    and its hyperparameters."""
     groups, wrong = [], []
     for at, group in enumerate(optimizer.param_groups):
         values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         wrong += [f"group {at}: {k}={v!r:.80}" for k, v in values.items() if not _is_plain(v)]
         groups.append(
             {
+                "at": at,
                 "names": [own.name for p in _of_group(group, names) for own in p.own],
                 "values": {k: _on_cpu(v) for k, v in values.items()},
             }
@@ -260,13 +262,18 @@ def set_groups(
     names: Names,
     groups: list[dict[str, Any]],
 ) -> None:
-    """Give groups the hyperparameters saved with the group that their parameters were in."""
+    """Give groups the hyperparameters saved with the group that their parameters were in; one of
+    which a rank holds no parameter, those of the group in its place, where ranks agree on them."""
     saved = {n: group["values"] for group in groups for n in group["names"]}
-    for group in optimizer.param_groups:
-        here = _of_group(group, names)
-        if not here:
+    places: dict[int, list[Any]] = {}
+    for group in groups:
+        if group["names"]:
+            places.setdefault(group.get("at", -1), []).append(group["values"])
+    for at, group in enumerate(optimizer.param_groups):
+        here, there = _of_group(group, names), places.get(at, [])
+        if not here and len({comparable(values) for values in there}) != 1:
             continue
-        values = saved[alias(here[0].own[0], saved)]
+        values = saved[alias(here[0].own[0], saved)] if here else there[0]
         for field, value in values.items():
             if field in IMPLEMENTATION:
                 continue

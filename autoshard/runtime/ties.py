@@ -30,9 +30,10 @@ class Ties:
                 by_holders.setdefault(parameter.holders, []).append(key)
         here = program.mesh.stage(rank)
         for holders in sorted(by_holders):
+            # a rank that holds none makes a group too: torch names one by how many a rank has
+            ranks = tuple(peers[p] for p in holders) if here in holders else (rank,)
+            group = make_group(ranks, known, module._device, f"ties of {holders}")
             if here in holders:
-                ranks = tuple(peers[p] for p in holders)
-                group = make_group(ranks, known, module._device, "ties")
                 self.groups.append((group, holders.index(here), by_holders[holders]))
 
     @torch.no_grad()
