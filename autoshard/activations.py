@@ -17,6 +17,7 @@ chooses differ). A model on the meta device counts as one on the CPU.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -119,13 +120,16 @@ class Forward:
     alone; in ``blocks``, what each of these saves when it is computed again.
 
     ``again``: names of the nodes that run again in backward; ``units``: of those of which backward
-    reads the weights. ``gives``: of a stage, the tensors that it gives, by name.
+    reads the weights. ``by``: ``saved`` by the name of the first node that saves a tensor, or of
+    the first one of the recomputed block that reads it. ``gives``: of a stage, the tensors that it
+    gives, by name.
     """
 
     saved: int
     blocks: list[int] = field(default_factory=list)
     again: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
+    by: dict[str, int] = field(default_factory=dict)
     gives: dict[str, Given] = field(default_factory=dict)
 
 
@@ -317,15 +321,23 @@ def _traced(
     held = {k: s for k, s in held.items() if k not in kept}
     read: set[str] = set()
     of = {node: run for run in tracer.blocks for node in run.nodes}
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    first: dict[int, fx.Node] = {}  # that saves each of those kept, or reads it for a block
     inside: dict[int, dict[int, Any]] = {}
-    for saved in recorder.saved():
+    for saved in sorted(recorder.saved(), key=lambda s: order[s.node]):  # type: ignore[index]
         run, key = of.get(saved.node), saved.storage._cdata  # type: ignore[arg-type]
         if run is None:
-            kept[key] = saved.storage
+            new = {key: saved.storage}
             read |= {unit.unit.name for unit in units if key in unit.storages}
         else:
             inside.setdefault(id(run), {})[key] = saved.storage
-            kept.update(tracer.inputs[id(run)])
+            new = tracer.inputs[id(run)]
+        for key in new.keys() - first.keys():
+            kept[key] = new[key]
+            first[key] = saved.node if run is None else run.nodes[0]  # type: ignore[assignment]
+    by: collections.Counter[str] = collections.Counter()
+    for key in first.keys() - held.keys():
+        by[first[key].name] += kept[key].nbytes()
     for unit in units:
         unit.storages.clear()
     again = [run for run in tracer.blocks if id(run) in inside]
@@ -334,6 +346,7 @@ def _traced(
         [_bytes(inside[id(run)], {**held, **tracer.inputs[id(run)]}) for run in again],
         {name for run in again for name in _again(run, recorder)},
         read,
+        dict(by),
     )
     return made, results
 

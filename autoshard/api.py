@@ -73,16 +73,16 @@ def autoshard(
     param_dtype: the type of weights, of what is computed from them, and of floating inputs; the
     parameters themselves keep theirs. reduce_dtype: that of gradients on their way (default: the
     parameters' own).
-    microbatches: on a mesh with pp, in how many pieces a rank's rows go through the stages; None: the
-    largest divisor of their number up to four a rank of pp, as found in the first step, of all ranks
-    the fewest. Losses and gradients are those of the whole batch.
+    microbatches: on a mesh with pp, in how many pieces a rank's rows go through the stages; None:
+    the largest divisor of their number up to four a rank of pp, as found in the first step, of all
+    ranks the fewest. Losses and gradients are those of the whole batch.
     schedule: the order in which ranks run their stages: "gpipe", "1f1b", "interleaved" (several
     stages a rank), "zb" (ZB-H1: gradients of weights fill the bubble), "dualpipev" (two stages a
     rank, in a V). chunks: stages a rank, of "interleaved".
-    stages: what is in each, as in ``"embed,layers.0-3|layers.4-7,head"``; None: balanced by work and
-    memory. ``table("pipeline")`` shows it.
-    outputs: a forward of a mesh with pp has no gradients, and gives its outputs on "all" ranks, or on
-    those of the "last" stage and None on the others.
+    stages: what is in each, as in ``"embed,layers.0-3|layers.4-7,head"``; None: balanced by work
+    and memory. ``table("pipeline")`` shows it.
+    outputs: a forward of a mesh with pp has no gradients, and gives its outputs on "all" ranks, or
+    on those of the "last" stage and None on the others.
     recompute: "block" keeps only the inputs of blocks (layers that repeat) for backward, which
     computes the rest again; "none" keeps all.
     loss_fn: ``loss_fn(output, **targets)``, for a model that returns no loss.

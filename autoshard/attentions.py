@@ -53,7 +53,7 @@ def calls(program: Program, sizes: dict[Any, int]) -> list[Call]:
     """The attentions of a partitioned program, in its order; ``sizes``: dynamic sizes, as one rank
     has them. Where shapes depend on data, heads and flops are not known. A collective that serves
     several attentions (keys that layers share) is sent by the first."""
-    nodes = [n for n in program.graph.nodes if _is_attention(n)]
+    nodes = [n for n in program.graph.nodes if is_attention(n)]
     needed = {m for n in nodes for m in n.all_input_nodes}
     known = _values(program, sizes, needed) if nodes else {}
     by_node = {c.node: c for c in program.conversions}
@@ -69,7 +69,8 @@ def calls(program: Program, sizes: dict[Any, int]) -> list[Call]:
     return found
 
 
-def _is_attention(node: fx.Node) -> bool:
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is one of torch's own attentions, or of ours that take their place."""
     if node.op != "call_function":
         return False
     fused = node.target in (ring_attention, gathered_attention)
@@ -101,17 +102,32 @@ def _call(program: Program, node: fx.Node, known: dict[fx.Node, Any]) -> Call:
         how += [(name, cut)] if cut else []
     tokens = "whole" if not over else "zigzag" if mesh.zigzag(over) else "contiguous"
     call = Call(node, tuple(how), _mask(spec, vectors), tokens)
-    q, k, v = (known.get(n) for n in (node.args[0], *node.args[2 if fused else 1 :][:2]))
-    if q is None or k is None or v is None:
-        return call
-    size_q, size_k = (known.get(n, n) for n in node.args[7:9]) if fused else (0, 0)
-    if not fused:
-        size_q, size_k = q.shape[-2], k.shape[-2]
-    if all(isinstance(n, int) for n in (size_q, size_k)):
-        each = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1])
-        call.flops = [each * n for n in _pairs(spec, mesh, over, size_q, size_k)]
-    call.heads = _heads(q), _heads(k)
+    q, k, _ = _operands(node, known)
+    if q is not None and k is not None:
+        call.heads = _heads(q), _heads(k)
+    call.flops = flops(program, node, known)
     return call
+
+
+def flops(program: Program, node: fx.Node, known: dict[fx.Node, Any]) -> list[int]:
+    """FLOPs of an attention's two products forward, for every rank along the axes that cut its
+    tokens, from what is ``known`` of what it reads; none where that is too little."""
+    q, k, v = _operands(node, known)
+    if q is None or k is None or v is None:
+        return []
+    fused = node.target in (ring_attention, gathered_attention)
+    sizes = [known.get(n, n) for n in node.args[7:9]] if fused else [q.shape[-2], k.shape[-2]]
+    if not all(isinstance(n, int) for n in sizes):
+        return []
+    spec = program.attentions[node.args[6]] if fused else _plain(node)
+    each = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1])
+    return [each * n for n in _pairs(spec, program.mesh, node.args[1] if fused else (), *sizes)]
+
+
+def _operands(node: fx.Node, known: dict[fx.Node, Any]) -> list[Any]:
+    """What is known of an attention's queries, keys and values."""
+    fused = node.target in (ring_attention, gathered_attention)
+    return [known.get(n) for n in (node.args[0], *node.args[2 if fused else 1 :][:2])]
 
 
 def _heads(x: torch.Tensor) -> int:

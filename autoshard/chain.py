@@ -81,6 +81,7 @@ def adopt(program: Program, like: Program) -> Program:
     program = shallow(program)
     axes = _matching_axes(like, program)
     program.mesh, program.stages = like.mesh, like.stages
+    program.holders = {p.name: p.holders for p in like.values.values() if not p.constant}
     program.assignments = [
         dataclasses.replace(a, axis=axes[id(a.axis)])
         for a in like.assignments

@@ -81,7 +81,7 @@ NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
     " _places _load _frozen _modes _running _reducer _store _unfilled"
-    " wire ties calls _counts".split()
+    " wire ties nothing _counts".split()
 )
 
 
@@ -199,9 +199,9 @@ class Mode:
     """What a module runs in training, or in evaluation: one program, bound to its rank.
 
     ``places``: by placeholder, the submodule and name under which the local tensor is held;
-    ``loads``: what takes note of a mixture of experts, by name. On a mesh with pp ``lines`` has what
-    the rank's stages run, by stage, for the loss (True) and for all outputs, and ``runs`` runs them
-    on a live mesh; ``graph_module`` is then that of the first of them for one micro-batch.
+    ``loads``: what takes note of a mixture of experts, by name. On a mesh with pp ``lines`` has
+    what the rank's stages run, by stage, for the loss (True) and for all outputs, and ``runs`` runs
+    them on a live mesh; ``graph_module`` is then that of the first of them for one micro-batch.
     """
 
     program: Program
@@ -217,7 +217,7 @@ class Mode:
 
 @dataclass(eq=False)
 class BoundStage:
-    """What a rank runs of one of its stages: graphs for all micro-batches, and a module for each."""
+    """What a rank runs of one of its stages: graphs for all micro-batches, a module for each."""
 
     before: fx.Graph
     body: fx.GraphModule
@@ -252,7 +252,6 @@ class ShardedModule(nn.Module):
         self._groups: dict[tuple[str, ...], Any] = {}
         self.wire: Any = None
         self.ties: Any = None
-        self.calls = 0  # steps and forwards so far
         self._counts: dict[bool, int] = {}  # micro-batches, by mode
         self._checked: set[bool] = set()  # modes whose first batch was compared between ranks
         self._syncing = True
@@ -262,6 +261,8 @@ class ShardedModule(nn.Module):
         self._unfilled: dict[str, tuple[str, int]] = {}
         self._places = self._own(program)
         self._store.settle()
+        #: an empty parameter, where this rank's stages have none to train
+        self.nothing = self._nothing_to_train() if live else None
         self._frozen = [k for k, p in self.held.items() if not (p.buffer or p.trainable)]
         self._modes = {program.training: self._mode(program, self._places)}
         self._enter(program.training)
@@ -350,7 +351,9 @@ class ShardedModule(nn.Module):
         ranks = tuple(along_pipeline(program.mesh, self.rank_index))
         group = make_group(ranks, self._groups_by_ranks, self._device, "stages")
         at = program.mesh.stage(self.rank_index)
-        self.wire = Wire(group, program.pipeline.place, at, self._device)
+        timeout = _timeout(self._device)
+        self.wire = Wire(group, program.pipeline.place, at, self._device, timeout)
+        failures.watch()
         self.ties = Ties(self, self._groups_by_ranks)
 
     def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
@@ -368,6 +371,20 @@ class ShardedModule(nn.Module):
     def held_parameters(self) -> dict[str, Parameter]:
         """Of these, the parameters."""
         return {key: p for key, p in self.held.items() if not p.buffer}
+
+    def _nothing_to_train(self) -> nn.Parameter | None:
+        found = [p for p in self.program.parameters().values() if p.trainable]
+        if not found or any(p.trainable for p in self.held_parameters().values()):
+            return None
+        return nn.Parameter(torch.empty(0, dtype=found[0].value.dtype, device=self._device))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`: this rank's slices. A rank of a pipeline whose stages
+        have nothing to train has an empty parameter too, in no state dict, which never has a
+        gradient: optimizers refuse a list of none."""
+        yield from super().named_parameters(*args, **kwargs)
+        if self.nothing is not None:
+            yield "nothing_to_train", self.nothing
 
     def _enter(self, training: bool) -> None:
         self._running = self._modes[training]
@@ -466,24 +483,40 @@ class ShardedModule(nn.Module):
             if parameter.constant:
                 places[key] = self._hold(program, parameter, _constant_name(program, parameter))
                 continue
-            own = self.program.values[held[parameter.name]]
-            if not parameter.held_by(program.mesh, self.rank_index):
-                different += [parameter.name] if held[parameter.name] in self._places else []
-                continue
+            here = held[parameter.name]
+            own = self.program.values[here]
+            if own.buffer and own.holders is None and parameter.holders is not None:
+                self._leave_to_holders(here, parameter.holders)
             if not _held_alike(own, self.program.mesh, parameter, program.mesh):
                 different.append(parameter.name)
-            places[key] = self._places[held[parameter.name]]
+            elif parameter.held_by(program.mesh, self.rank_index):
+                places[key] = self._places[here]
         if different:
             raise ShardingError(
                 message(
                     "eval" if not program.training else "train",
                     f"parameters {', '.join(different)}",
                     f"mesh {program.mesh.mesh}",
-                    "the graphs of training and of evaluation cut them differently",
+                    "the graphs of training and of evaluation cut them differently, or read them "
+                    "in other stages",
                     "give a chain with passes= that assigns the same axes in both",
                 )
             )
         return places
+
+    def _leave_to_holders(self, key: str, holders: tuple[int, ...]) -> None:
+        """A buffer that all ranks hold is written by steps of the mode that is now compiled: from
+        here on only ranks of the stage that writes it hold it, unless another one reads it."""
+        program = self.program
+        for plan in program.plans.values():
+            for stage, at in zip(plan.stages, program.pipeline.place, strict=True):
+                if at not in holders and any(key in piece.takes for piece in stage.pieces):
+                    return
+        program.values[key].holders = holders
+        if program.mesh.stage(self.rank_index) not in holders:
+            holder, last = self._places.pop(key)
+            del holder._buffers[last]
+            self._unfilled = {n: at for n, at in self._unfilled.items() if at[0] != key}
 
     def _refuse_other_stacks(self, program: Program) -> None:
         """Raise ShardingError where another program keeps parameters one by one that this module
@@ -748,6 +781,7 @@ class ShardedModule(nn.Module):
             )
         return super().load_state_dict(state_dict, strict)
 
+    @failures.telling
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's gradient is at most ``max_norm``;
@@ -764,15 +798,19 @@ class ShardedModule(nn.Module):
         gather.scale_gradients(self, norm, max_norm)
         return norm
 
+    @failures.telling
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer whole, under all its original names. Raises
-        ShardingError while one that was on the meta device holds no values."""
-        self._refuse_unfilled("full_state_dict")
-        out = {}
+        """Every parameter and persistent buffer whole, under all its original names, on every rank.
+        Raises ShardingError while one that was on the meta device holds no values."""
+        # of what only ranks of another stage hold, only these know
+        asks = self.live and self.program.pipeline is not None
+        name, held, out = "full_state_dict", self.held, {}
+        checks.together(asks, name, lambda: self._refuse_unfilled(name))
         for key, parameter in self.program.values.items():
             if parameter.buffer and not parameter.persistent:
                 continue
-            whole = self._whole(parameter, self.tensor(key).detach())
+            local = self.tensor(key).detach() if key in held else None
+            whole = self._whole(parameter, local)
             for own, value in _taken_apart(parameter, whole):
                 out.update(dict.fromkeys(own.names, value))
         return out
@@ -787,11 +825,11 @@ class ShardedModule(nn.Module):
         Returns the names missing and those unexpected. Raises ShardingError, before anything is
         changed, that lists all wrong shapes and, when ``strict``, all such names.
         """
-        from autoshard.runtime.checkpoint import kept
+        from autoshard.runtime.checkpoint import kept, named
 
-        held = kept(self)
-        known = {n: p for p, _ in held.values() for n in p.names}
-        missing = [name for name, (p, _) in held.items() if not any(n in state for n in p.names)]
+        every, held = named(self), kept(self)
+        known = {n: p for p in every.values() for n in p.names}
+        missing = [name for name, p in every.items() if not any(n in state for n in p.names)]
         unexpected = [n for n in state if n not in known]
         wrong = [
             f"{n} is {tuple(x.shape)}, not {tuple(known[n].value.shape)}"
@@ -810,13 +848,16 @@ class ShardedModule(nn.Module):
                     "pass full_state_dict() of any mesh, or the model's state_dict()",
                 )
             )
-        for parameter, local in held.values():
+        for name, parameter in every.items():
             whole = next((state[n] for n in parameter.names if n in state), None)
-            if whole is not None:
+            if whole is not None and name in held:
+                local = held[name][1]
                 boxes.fill(parameter, self.program.mesh, self.rank_index, local, whole)
+            if whole is not None:
                 self._filled(parameter.names)
         return missing, unexpected
 
+    @failures.telling
     def save_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Save parameters, buffers and the optimizer's state into the directory ``path``, from all
         ranks at once: `autoshard.runtime.checkpoint.save`."""
@@ -824,12 +865,14 @@ class ShardedModule(nn.Module):
 
         checkpoint.save(self, path, optimizer)
 
+    @failures.telling
     def load_checkpoint(self, path: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what `save_checkpoint` wrote, on any mesh: `autoshard.runtime.checkpoint.load`."""
         from autoshard.runtime import checkpoint
 
         checkpoint.load(self, path, optimizer)
 
+    @failures.telling
     def save_pretrained(self, path: Any, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write whole tensors as safetensors, and the model's config, as transformers reads them:
         `autoshard.runtime.pretrained.save`."""
@@ -837,28 +880,48 @@ class ShardedModule(nn.Module):
 
         pretrained.save(self, path, max_shard_bytes)
 
+    @failures.telling
     def load_pretrained(self, path: Any, strict: bool = True) -> tuple[list[str], list[str]]:
         """Read this rank's slices out of safetensors files: `autoshard.runtime.pretrained.load`."""
         from autoshard.runtime import pretrained
 
         return pretrained.load(self, path, strict)
 
+    @failures.telling
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Every gradient whole, by parameter name; None where there is none."""
+        """Every gradient whole, by parameter name, on every rank; None where no rank has any."""
+        grads = {key: self.tensor(key).grad for key in self.held_parameters()}
+        there = self._somewhere({key for key, grad in grads.items() if grad is not None})
         out: dict[str, torch.Tensor | None] = {}
         for key, parameter in self.program.parameters().items():
-            grad = self.tensor(key).grad
-            if grad is None:
+            if key not in there:
                 out |= {own.name: None for own in parameter.own}
                 continue
+            grad = grads.get(key)
+            if grad is None and key in grads:
+                grad = torch.zeros_like(self.tensor(key))
             whole = self._whole(parameter, grad)
             out |= {own.name: value for own, value in _taken_apart(parameter, whole)}
         return out
 
-    def _whole(self, parameter: Parameter, local: torch.Tensor) -> torch.Tensor:
+    def _somewhere(self, here: set[str]) -> set[str]:
+        """Of what some rank has, by placeholder, all; ``here``: what this one has. Ranks that hold
+        the same parameters have the same."""
+        if not self.live or self.program.pipeline is None:
+            return here
+        import torch.distributed as dist
+
+        keys = list(self.program.parameters())
+        flags = torch.tensor([key in here for key in keys], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return {key for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
+
+    def _whole(self, parameter: Parameter, local: torch.Tensor | None) -> torch.Tensor:
+        """``local``: this rank's part, None where it holds none of the parameter."""
         mesh = self.program.mesh
-        local = local if self._device is None else local.to(self._device)
-        if not parameter.zero and all(s in ("I", R) for s in parameter.layout.values()):
+        local = local if self._device is None or local is None else local.to(self._device)
+        whole_here = not parameter.zero and all(s in ("I", R) for s in parameter.layout.values())
+        if local is not None and whole_here and parameter.holders is None:
             return local.clone()
         if not self.live:
             raise MeshError(
@@ -872,14 +935,17 @@ class ShardedModule(nn.Module):
             )
         import torch.distributed as dist
 
-        whole = gather.place(parameter, local, mesh, self.rank_index)
-        dist.all_reduce(whole)
+        whole = gather.place(parameter, local, mesh, self.rank_index, self._device).contiguous()
+        # as integers: a sum of numbers would turn a -0.0 into 0.0
+        dist.all_reduce(whole.reshape(-1).view(torch.uint8))
         return whole
 
+    @failures.telling
     def expert_load(self) -> list[ExpertLoad]:
         """How tokens were spread over experts and ranks in the last ``train_step`` or forward in
-        the mode that the module is in, by mixture in the order of the graph; of the micro-batches
-        of an accumulation, the last one. Empty before any, and for a model without experts.
+        the mode that the module is in, by mixture in the order of the graph: of all micro-batches
+        of a pipeline, and of an accumulation the last call. Empty before any, and for a model
+        without experts.
 
         All ranks must call it, in the same mode: it sums over them, and waits. ``table("experts")``
         shows what it gave last. A module made for a MeshSpec runs nothing by itself: it gives an
@@ -890,7 +956,10 @@ class ShardedModule(nn.Module):
 
             loads, mesh = self._running.loads, self.program.mesh
             self._load = []
-            if any(load.counts is not None for load in loads.values()):
+            ran = any(load.taken for load in loads.values())
+            if self.program.pipeline is not None:  # ranks of other stages may have no mixture
+                ran = bool(loads) and self.running.training in self._checked
+            if ran:
                 share = share_of(loads.values(), mesh, self.rank_index, self._device)
                 dist.all_reduce(share)
                 self._load = loads_of(self.running.mixtures, share, mesh)

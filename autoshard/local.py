@@ -322,7 +322,7 @@ class Local:
         return self._over_ranks(mine, tuple(self.p.batch_axes))
 
     def _over_ranks(self, count: Any, axes: tuple[str, ...]) -> fx.Node:
-        local = self.emit(aten.new_full.default, self._first(), [], count, dtype=self.count_dtype())
+        local = self._number(count)
         local.meta["numel"] = 1
         return self.p.emit_collective(
             "all_reduce", local, axes, 0, 0, self._scalar_value(local), dict(self.modes)
@@ -336,16 +336,17 @@ class Local:
     def _scalar_value(self, node: fx.Node) -> Value:
         return Value(node, (), dict(self.modes), False, False, 4)
 
-    def _first(self) -> fx.Node:
-        node = next(iter(self.read))
-        return self._node(node)
+    def _number(self, count: Any) -> fx.Node:
+        """A number as a tensor. It reads no tensor: what counts rows needs nothing but inputs."""
+        device = tensor_results(self.node)[0].device
+        return self.emit(aten.full.default, [], count, dtype=self.count_dtype(), device=device)
 
     def local_numel(self, node: fx.Node, drop: int) -> fx.Node:
         dims = [d for i, d in enumerate(self.read[node].dims) if i != drop]
         count: Any = 1
         for dim in dims:
             count = self.p._times(count, self.size(dim))
-        return self.emit(aten.new_full.default, self._first(), [], count, dtype=self.count_dtype())
+        return self._number(count)
 
     def then_add(
         self, product: fx.Node, bias: fx.Node, shape: tuple[int, ...] | None = None

@@ -2,8 +2,8 @@
 
 A step runs three graphs a stage. *before*: what the micro-batches need of each other and of inputs
 alone (how many tokens count), once, on all of them in lockstep. *body*: the stage itself, once a
-micro-batch. *after*: what sums over micro-batches make of what the bodies gave (the loss, statistics
-that buffers keep), once, in lockstep.
+micro-batch. *after*: what sums over micro-batches make of what the bodies gave (the loss,
+statistics that buffers keep), once, in lockstep.
 
 Values that a body needs of an earlier stage travel straight from the stage that makes them to each
 that reads them, however many stages lie between.
@@ -11,23 +11,33 @@ that reads them, however many stages lie between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from autoshard.axes import Axis, atoms
-from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
-from autoshard.program import STAGE, Program, module_path
+from autoshard.outline import RECOMPUTE, draws
+from autoshard.program import STAGE, Program, module_path, tensor_results
+from autoshard.runtime.split import deferring
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
+from autoshard.summands import Summands
+
+#: How many nodes an error or a note names.
+NAMED = 5
+
+
+if TYPE_CHECKING:
+    from autoshard.stages import Part
 
 
 @dataclass(frozen=True)
@@ -35,13 +45,14 @@ class Pipeline:
     """How a program is laid out over pp. ``place``: of every stage the position along pp;
     ``microbatches``: how many (None: the largest divisor of a rank's rows up to four a rank of pp);
     ``outputs``: whether a forward gives them on "all" ranks, or on those of the "last" stage;
-    ``parts``: of every stage what is in it, to show."""
+    ``parts``: what stages are made of, and ``of_part`` the stage of each."""
 
     schedule: str
     place: tuple[int, ...]
     microbatches: int | None
     outputs: str = "all"
-    parts: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Part, ...] = ()
+    of_part: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -50,6 +61,11 @@ class Pipeline:
     @property
     def stages(self) -> int:
         return len(self.place)
+
+    def stage_of_nodes(self) -> dict[str, int]:
+        """The stage of every node that was there when the stages were made, by its name."""
+        pairs = zip(self.parts, self.of_part, strict=True)
+        return {name: stage for part, stage in pairs for name in part.nodes}
 
     def of_position(self, position: int) -> list[int]:
         """The stages at a position along pp."""
@@ -82,34 +98,40 @@ class Piece:
 @dataclass
 class Stage:
     """What one stage runs. ``receives``: of every stage that sends it something, the values;
-    ``sends``: of every stage that it sends something."""
+    ``sends``: of every stage that it sends something; ``returns``: of these the ones of which a
+    gradient may come back."""
 
     before: Piece
     body: Piece
     after: Piece
     receives: dict[int, tuple[str, ...]]
     sends: dict[int, tuple[str, ...]]
+    returns: dict[int, tuple[str, ...]]
+
+    @property
+    def pieces(self) -> tuple[Piece, Piece, Piece]:
+        return self.before, self.body, self.after
 
 
 @dataclass
 class Plan:
     """What the stages run of one graph. ``results``: names of the graph's results; ``made``: of
-    each the stage that has it (None: every one); ``late``: those that are made of all micro-batches
+    each the stage that has it; ``late``: those that are made of all micro-batches
     at once.
 
     Of a graph run for its loss, ``seed`` names what backward starts from in every micro-batch: what
     each adds to the loss. ``once``: only the first one starts from it, as no rows are in it.
-    ``joint``: the loss is no sum over micro-batches (``seed`` is the loss itself): backward starts
-    when all forwards are done.
+    ``joint``: where the loss stops being a sum over micro-batches. ``seed`` is then the loss
+    itself: backward starts when all forwards are done.
     """
 
     stages: list[Stage]
     results: tuple[str, ...]
-    made: dict[str, int | None]
+    made: dict[str, int]
     late: frozenset[str]
     seed: str = ""
     once: bool = False
-    joint: bool = False
+    joint: str = ""
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -123,9 +145,41 @@ def plan(program: Program, graph: fx.Graph, for_loss: bool) -> Plan:
     return Planner(program, graph, for_loss).plan()
 
 
+@dataclass
+class Sums:
+    """What of a graph needs all micro-batches. ``varying``: nodes that may differ between them;
+    ``early``: sums of what depends on inputs alone, and what is made of these; ``late``: those of
+    other things, and all that is made of them."""
+
+    varying: set[fx.Node]
+    early: set[fx.Node]
+    late: set[fx.Node]
+
+
+def sums_of(program: Program, graph: fx.Graph, staged: Container[fx.Node]) -> Sums:
+    """The sums over micro-batches of a graph; ``staged``: nodes that are of one stage."""
+    found = Sums(set(graph.find_nodes(op="placeholder")) - _held(program, graph), set(), set())
+    for node in graph.nodes:
+        read = set(node.all_input_nodes)
+        if node.op != "call_function":
+            continue
+        if not found.late.isdisjoint(read):
+            found.late.add(node)
+        elif node.target in OVER_ALL:
+            (found.late if node in staged else found.early).add(node)
+        elif not found.varying.isdisjoint(read) or draws(node):
+            found.varying.add(node)
+        elif node not in staged and not found.early.isdisjoint(read):
+            found.early.add(node)
+    return found
+
+
+def _held(program: Program, graph: fx.Graph) -> set[fx.Node]:
+    return {n for n in graph.find_nodes(op="placeholder") if n.name in program.values}
+
+
 class Planner:
-    """Cuts one graph. ``early``: sums over micro-batches of what depends on inputs alone; ``late``:
-    those of other things, and all that is made of them."""
+    """Cuts one graph."""
 
     def __init__(self, program: Program, graph: fx.Graph, for_loss: bool):
         assert program.pipeline is not None
@@ -134,13 +188,9 @@ class Planner:
         self.outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
         self.stage = {n: s for n in self.nodes if (s := self._stage(n)) is not None}
-        self.early: set[fx.Node] = set()
-        self.late: set[fx.Node] = set()
-        for node in self.nodes:
-            if not self.late.isdisjoint(node.all_input_nodes):
-                self.late.add(node)
-            elif node.target in OVER_ALL:
-                (self.late if node in self.stage else self.early).add(node)
+        self.sums = sums_of(program, graph, self.stage)
+        self.early, self.late = self.sums.early, self.sums.late
+        self.trained = self._trained() if for_loss else set()
 
     def _stage(self, node: fx.Node) -> int | None:
         if node.target in (start_gather, wait_gather, release):
@@ -148,9 +198,12 @@ class Planner:
         return node.meta.get(STAGE)
 
     def plan(self) -> Plan:
-        self._refuse_late_in_the_middle()
+        if found := self.waiting():
+            raise waits_for_all(found, self.count)
         # results of inputs alone, which no stage has: the last one makes them
-        self.stage |= {n: self.count - 1 for n in self.outputs if self._is_left(n)}
+        last = self.count - 1
+        self.stage |= {n: last for n in self.outputs if self._is_left(n)}
+        seed, once, joint = self._seed()
         wanted: list[dict[fx.Node, None]] = [{} for _ in range(self.count)]
         crossing: dict[tuple[int, int], dict[fx.Node, None]] = {}
         for node in self.nodes:
@@ -162,90 +215,145 @@ class Planner:
                 crossing.setdefault((at, to), {})[node] = None
             if node in self.outputs or any(to != at or late for to, late in readers):
                 wanted[at][node] = None
-        seed, once, joint = self._seed()
         if seed is not None and seed not in self.late:
             wanted[self.stage[seed]][seed] = None
         stages = []
         for s in range(self.count):
-            body = self._piece(wanted[s], s, late=False)
+            body = self._piece(wanted[s], functools.partial(self._given_to_body, s))
             late = {n: None for n in self.nodes if n in self.late and self.stage.get(n) == s}
             # what this stage makes of all micro-batches for somebody else: a result
-            after = self._piece({n: None for n in late if n in self.outputs}, s, late=True)
-            early = {n: None for n in self.nodes if n in self.early}
-            needed = {n: None for n in early if n.name in {*body.takes, *after.takes}}
+            results = {n: None for n in late if n in self.outputs}
+            after = self._piece(results, self._given_after)
+            own = self.outputs if s == last else ()
+            needed = {n: None for n in self.nodes if n in self.early
+                      and (n.name in {*body.takes, *after.takes} or n in own)}  # fmt: skip
+            before = self._piece(needed, lambda n: n.op == "placeholder")
+            for piece in (before, after):
+                _unmark(piece)
+            sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
+            if self.for_loss and self._splits():
+                self._leave_weights(body)
             stages.append(
                 Stage(
-                    self._piece(needed, None, late=False),
+                    before,
                     body,
                     after,
                     {a: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if b == s},
-                    {b: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if a == s},
+                    {b: tuple(n.name for n in ns) for b, ns in sends.items()},
+                    {b: tuple(n.name for n in ns if n in self.trained) for b, ns in sends.items()},
                 )
             )
         return Plan(
             stages,
             tuple(n.name for n in self.outputs),
-            {n.name: self.stage.get(n) for n in self.outputs},
+            {n.name: self._maker(n) for n in self.outputs},
             frozenset(n.name for n in self.outputs if n in self.late),
             seed.name if seed is not None else "",
             once,
             joint,
         )
 
+    def _splits(self) -> bool:
+        """Whether the schedule has gradients of weights apart from those of inputs."""
+        pipeline = self.program.pipeline
+        return pipeline.scheduled(pipeline.ranks).splits
+
+    def _leave_weights(self, body: Piece) -> None:
+        held = self.program.values
+        trained = {n for n in body.takes if n in held and held[n].trainable}
+        fixed = {n for n in body.takes if n in held and n not in trained}
+        deferring(body.graph, trained, fixed)
+
+    def _trained(self) -> set[fx.Node]:
+        """What is made of parameters that were trainable when the model was captured."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if self._is_trained(node) and self.program.values[node.name].trainable:
+                    found.add(node)
+            elif node.target is not torch.ops.aten.detach.default:
+                results = tensor_results(node)
+                floats = any(x.is_floating_point() or x.is_complex() for x in results)
+                if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+        return found
+
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early
 
-    def _seed(self) -> tuple[fx.Node | None, bool, bool]:
-        """What backward starts from; whether in the first micro-batch only; whether in all at
-        once."""
-        if not self.for_loss:
-            return None, False, False
-        loss = node = self.outputs[0]
-        if loss not in self.late:
-            return loss, True, False
-        while _is_sum_of_ranks(node):
-            node = node.args[0]
-        if node.target is total and node.args[0] not in self.late:
-            return node.args[0], False, False
-        return loss, False, True
+    def _maker(self, result: fx.Node) -> int:
+        """The stage that gives a result."""
+        parameter = self.program.values.get(result.name) if result.op == "placeholder" else None
+        if parameter is None or parameter.holders is None:
+            return self.stage.get(result, self.count - 1)
+        return self.program.pipeline.place.index(parameter.holders[0])
 
-    def _refuse_late_in_the_middle(self) -> None:
-        """What is made of all micro-batches at once is made in one stage, at the end of it."""
-        wrong = []
-        for node in self.nodes:
-            if node not in self.late:
-                continue
-            for read in node.all_input_nodes:
-                if read in self.late and self.stage.get(read) != self.stage.get(node):
-                    wrong.append(f"{read.name} in {module_path(read) or 'forward'}")
-                elif read.op == "placeholder" and self._is_trained(read) and self.for_loss:
-                    wrong.append(f"{node.name} in {module_path(node) or 'forward'}")
-        if wrong:
-            shown = list(dict.fromkeys(wrong))
-            more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-            raise ShardingError(
-                message(
-                    "pipeline_parallel",
-                    f"{'; '.join(shown[:5])}{more}",
-                    f"{self.count} stages over pp, several micro-batches",
-                    "it is made of the rows of all micro-batches (as batch norm's statistics are), "
-                    "and layers behind it would wait for all of them",
-                    "pass microbatches=1, or use another norm",
-                )
-            )
+    def _seed(self) -> tuple[fx.Node | None, bool, str]:
+        """What backward starts from; whether in the first micro-batch only; what makes it start in
+        all at once."""
+        if not self.for_loss:
+            return None, False, ""
+        loss = self.outputs[0]
+        if loss not in self.late:
+            return loss, True, ""
+        summands = Summands(self.late, self._is_fixed, self._is_once)
+        if breaks := summands.breaks(loss):
+            return loss, False, told(breaks)
+        before, seed = set(self.nodes), summands.write(self.graph, loss)
+        self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
+        self.stage |= {n: self.stage[loss] for n in self.nodes if n not in before}
+        return seed, False, ""
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Whether a node has one value in all micro-batches, and no gradient."""
+        return node not in self.stage and not self._is_trained(node) and self._is_same(node)
+
+    def _is_once(self, node: fx.Node) -> bool:
+        """Whether a node is made of parameters."""
+        return (node in self.stage or self._is_trained(node)) and self._is_same(node)
+
+    def _is_same(self, node: fx.Node) -> bool:
+        return node not in self.late and node not in self.sums.varying
+
+    def waiting(self) -> list[fx.Node]:
+        """What later stages would wait for: it is made of all micro-batches of earlier ones."""
+        found = [
+            read
+            for node in self.nodes
+            if node in self.late
+            for read in node.all_input_nodes
+            if read in self.late and self.stage[read] != self.stage.get(node)
+        ]
+        return list(dict.fromkeys(found))
+
+    def layers_behind(self) -> list[fx.Node]:
+        """Where rows that are made of all micro-batches meet parameters."""
+        layouts = {n.name: layout for n, layout in self.program.layouts.items()}
+        rows, found = set[fx.Node](), []
+        for node in self.graph.nodes:
+            layout = layouts.get(node.name)
+            if isinstance(layout, dict) and MICROBATCHES in layout:
+                has_rows = isinstance(layout[MICROBATCHES], Axis)
+            else:
+                has_rows = node.target is not total and not rows.isdisjoint(node.all_input_nodes)
+            if has_rows:
+                rows.add(node)
+            if has_rows and node in self.late and any(map(self._is_once, node.all_input_nodes)):
+                found.append(node)
+        return found
 
     def _is_trained(self, node: fx.Node) -> bool:
         parameter = self.program.values.get(node.name)
-        return parameter is not None and not parameter.buffer
+        return node.op == "placeholder" and parameter is not None and not parameter.buffer
 
-    def _piece(self, wanted: Iterable[fx.Node], stage: int | None, late: bool) -> Piece:
-        """The graph that makes these nodes. What other pieces make it is given."""
+    def _piece(self, wanted: Iterable[fx.Node], given: Callable[[fx.Node], bool]) -> Piece:
+        """The graph that makes these nodes, of those that are ``given``."""
         wanted = list(wanted)
         inside: set[fx.Node] = set()
         left = list(wanted)
         while left:
             node = left.pop()
-            if node in inside or (node not in wanted and self._given(node, stage, late)):
+            if node in inside or (node not in wanted and given(node)):
                 continue
             inside.add(node)
             left += node.all_input_nodes
@@ -258,6 +366,7 @@ class Planner:
             if node in reads:
                 copies[node] = graph.placeholder(node.name)
                 copies[node].meta.update(node.meta)
+                copies[node].meta.pop(RECOMPUTE, None)
                 takes.append(node.name)
         for node in self.nodes:
             if node in inside:
@@ -265,20 +374,65 @@ class Planner:
         graph.output(tuple(copies[node] for node in wanted))
         return Piece(graph, tuple(takes), tuple(node.name for node in wanted))
 
-    def _given(self, node: fx.Node, stage: int | None, late: bool) -> bool:
-        """Whether a piece of a stage is given a node, and does not make it."""
-        if node.op == "placeholder" or node in self.early:
-            return True
-        at = self.stage.get(node)
-        if at is None:
-            return False
-        return (node not in self.late) if late else at != stage
+    def _given_to_body(self, stage: int, node: fx.Node) -> bool:
+        return self._given_to_both(node) or self.stage.get(node, stage) != stage
+
+    def _given_after(self, node: fx.Node) -> bool:
+        return self._given_to_both(node) or (node in self.stage and node not in self.late)
+
+    def _given_to_both(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" or node in self.early
 
 
-def _is_sum_of_ranks(node: fx.Node) -> bool:
-    """Whether a node sums over ranks what each has computed, and passes its gradient on as it is."""
-    kind = TABLE.get(CONVERSIONS.get(node.target, ""))  # type: ignore[call-overload]
-    return kind is not None and (kind.forward, kind.backward) == ("sum", "identity")
+def _unmark(piece: Piece) -> None:
+    """What runs in lockstep is never computed again."""
+    for node in piece.graph.nodes:
+        node.meta.pop(RECOMPUTE, None)
+
+
+def waiting(program: Program, layers: bool) -> list[fx.Node]:
+    """What later stages would wait for, see `Planner.waiting`; ``layers``: and layers of the same
+    one (`Planner.layers_behind`)."""
+    found = Planner(program, program.graph, False).waiting()
+    if program.loss is not None:
+        of_loss = Planner(program, loss_graph(program), True)
+        found += of_loss.waiting() + (of_loss.layers_behind() if layers else [])
+    return list({node.name: node for node in found}.values())
+
+
+def sums_behind(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The sums over micro-batches that nodes are made of."""
+    found, seen, left = list[fx.Node](), set[fx.Node](), list(reversed(nodes))
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found += [node] if node.target in OVER_ALL and STAGE in node.meta else []
+        left += node.all_input_nodes
+    return sorted(found)
+
+
+def told(nodes: list[fx.Node]) -> str:
+    """The ops of the model that nodes were written for, and the modules that they are in."""
+    shown = [f"{n.meta.get('origin', n.name)} in {module_path(n) or 'forward'}" for n in nodes]
+    shown = list(dict.fromkeys(shown))
+    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    return "; ".join(shown[:NAMED]) + more
+
+
+def waits_for_all(found: list[fx.Node], stages: int) -> ShardingError:
+    """The error of layers that need all micro-batches of those before them."""
+    return ShardingError(
+        message(
+            "pipeline_parallel",
+            told(sums_behind(found)),
+            f"{stages} stages over pp, several micro-batches",
+            "it is made of the rows of all micro-batches (as batch norm's statistics are), and"
+            " layers behind it would wait for all of them",
+            "pass microbatches=1, or use another norm",
+        )
+    )
 
 
 def split_inputs(program: Program, inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:

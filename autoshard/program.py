@@ -157,6 +157,7 @@ class Program:
     pipeline: Any = None  # an `autoshard.pipeline.Pipeline`, on a mesh with pp
     plans: dict[bool, Any] = field(default_factory=dict)  # see `autoshard.pipeline.plan_of`
     stages: str | None = None  # what is in each stage, as `autoshard.stages` writes it
+    holders: dict[str, Any] = field(default_factory=dict)  # of another graph's parameters, by name
     offload: bool = False  # parameters, and so optimizer states, are held in host memory
     hints: dict[Any, int] = field(default_factory=dict)  # dynamic size -> its value in the example
     fallbacks: list[str] = field(default_factory=list)

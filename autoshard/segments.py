@@ -57,13 +57,23 @@ def begins(segment: Segment) -> fx.Node:
     return segment.nodes[0]
 
 
+def call_of(node: fx.Node, path: str) -> str | None:
+    """Which call of the module at ``path`` a node is of, as torch.export numbers them: the path,
+    ``path@1`` of the second. None where the node does not say."""
+    for key, (inner, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if inner.removeprefix("L['self'].").partition(".")[2] == path:
+            _, at, number = key.rpartition("@")
+            return f"{path}@{number}" if at else path
+    return None
+
+
 class _Blocks:
     """Tells the block of a node: its path; "" for none; None where the node does not say."""
 
     def __init__(self, graph: fx.Graph):
         #: module path -> class -> the paths of its children of that class that have children
         siblings: dict[str, dict[str, set[str]]] = {}
-        self.stacks = {node: _stack(node) for node in graph.nodes if node.op == "call_function"}
+        self.stacks = {node: modules(node) for node in graph.nodes if node.op == "call_function"}
         parents = {path.rpartition(".")[0] for stack in self.stacks.values() for path, _ in stack}
         for stack in self.stacks.values():
             for path, kind in stack:
@@ -90,7 +100,7 @@ class _Blocks:
         return next((path for path, _ in stack if path in self.repeated), "")
 
 
-def _stack(node: fx.Node) -> list[tuple[str, str]]:
+def modules(node: fx.Node) -> list[tuple[str, str]]:
     """The modules around a node, outermost first: path in the model, and class."""
     found = []
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():

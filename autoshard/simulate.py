@@ -25,6 +25,7 @@ from autoshard.runtime import gather, rng, sections, zero
 from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.dispatch import at_experts, at_tokens, to_experts, to_tokens
 from autoshard.runtime.shared_rows import own_rows, share_rows
+from autoshard.runtime.split import repeatable
 
 
 class _Lockstep(torch.autograd.Function):
@@ -228,7 +229,8 @@ def _again(run: Run, mesh: SubMesh, env: list[dict[fx.Node, Any]], units: Any) -
         return [[each[node] for node in gives] for each in inner]
 
     inputs = [each[node] for each in env for node in reads]
-    for each, values in zip(env, checkpoint(body, *inputs, use_reentrant=False), strict=True):
+    made = checkpoint(repeatable(body), *inputs, use_reentrant=False)
+    for each, values in zip(env, made, strict=True):
         each.update(zip(gives, values, strict=True))
 
 

@@ -290,7 +290,10 @@ def verify(
     report = Report(spec, sharded=ranks[0])
     make = optimizer or (lambda params: torch.optim.AdamW(params))
     own = make([p for p in reference.parameters() if p.requires_grad])
-    theirs = [make([p for p in m.parameters() if p.requires_grad]) for m in ranks]
+    theirs: list[Any] = []  # None of a rank whose stages train nothing
+    for module in ranks:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        theirs.append(make(trained) if trained else None)
     for step in range(steps):
         say(f"step {step + 1} of {steps}")
         for turn in range(accumulate):
@@ -307,8 +310,9 @@ def verify(
         report.add(f"step {step} gradient norm", "", total, norm)
         for module, each in zip(ranks, theirs, strict=True):
             gather.scale_gradients(module, total, max_norm)
-            each.step()
-            each.zero_grad()
+            if each is not None:
+                each.step()
+                each.zero_grad()
         own.step()
         own.zero_grad()
     _compare_parameters(report, program, ranks, reference)

@@ -1,8 +1,8 @@
 """data_parallel: samples over the data axes.
 
 Requires: axes inferred. Gives: ``batch -> dp`` (and ``ep``) assigned; each rank feeds its own rows.
-With pp, samples are cut in time too (``batch -> mb``): micro-batches are another data axis, of which
-one rank has all positions.
+With pp, samples are cut in time too (``batch -> mb``): micro-batches are another data axis, of
+which one rank has all positions.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ over micro-batches become `runtime.turns.total`.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from autoshard import collectives, stages
@@ -27,12 +29,22 @@ from autoshard.chain import Pass
 from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import MICROBATCHES
+from autoshard.objective import loss_graph
 from autoshard.outline import draws
-from autoshard.pipeline import Pipeline
-from autoshard.program import STAGE, Program, copied, module_path
+from autoshard.pipeline import (
+    Pipeline,
+    plan,
+    sums_behind,
+    sums_of,
+    told,
+    waiting,
+    waits_for_all,
+)
+from autoshard.program import STAGE, Parameter, Program, copied, module_path, shallow
 from autoshard.runtime import rng, turns
 from autoshard.schedule import NAMES, chunks_of, schedule
-from autoshard.segments import segments
+
+aten = torch.ops.aten
 
 #: Which ranks a forward may give its outputs on: all, or those of the last stage.
 OUTPUTS = ("all", "last")
@@ -42,8 +54,8 @@ OUTPUTS = ("all", "last")
 class PipelineParallel(Pass):
     """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
     chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
-    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: which
-    ranks a forward gives them on, "all" or those of the "last" stage."""
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: on
+    which ranks a forward gives them, "all" or those of the "last" stage."""
 
     name: ClassVar[str] = "pipeline_parallel"
     schedule: str = "1f1b"
@@ -54,30 +66,74 @@ class PipelineParallel(Pass):
 
     def __call__(self, program: Program) -> Program:
         ranks = program.mesh.mesh.size("pp")
-        self._refuse_what_is_wrong(program, ranks)
+        self._refuse_what_is_wrong(program)
         if ranks == 1:
-            return program
+            return self._without_effect(program)
+        marked = self._marked(program, ranks)
+        if not program.mesh.microbatches:
+            return marked
+        late = self.schedule == "gpipe"  # backward begins when all forwards are done
+        if found := waiting(marked, layers=self.microbatches is None and not late):
+            if self.microbatches is not None:
+                raise waits_for_all(found, len(marked.pipeline.place))
+            marked = self._marked(program, ranks, one=True)
+            behind = told(sums_behind(found))
+            marked.notes.append(
+                f"pipeline: one micro-batch, as layers behind {behind} need all rows"
+            )
+        elif marked.loss is not None and not late:
+            breaks = plan(marked, loss_graph(marked), True).joint
+            if breaks:
+                raise self._joint(breaks)
+        return marked
+
+    def _without_effect(self, program: Program) -> Program:
+        """On a mesh without pp: the same script may be run with and without."""
+        given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if given:
+            program = shallow(program)
+            texts = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in given)
+            program.notes.append(f"pipeline: the mesh has no pp, so {texts} has no effect")
+        return program
+
+    def _marked(self, program: Program, ranks: int, one: bool = False) -> Program:
+        """The program in stages; ``one``: of one micro-batch, whatever rows there are."""
         program = copied(program)
         _sum_over_turns(program)
+        if one:
+            _drop_sums(program)
         place = schedule(self.schedule, ranks, ranks, self.chunks).place
-        found = stages.parts(program)
+        found = stages.parts(program, len(place))
         text = program.stages or self.stages
         if text is None:
             text = stages.write(found, stages.balanced(found, len(place)))
         of_part = stages.parse(text, found, len(place))
-        by_segment = stages.of_segments(program, found, of_part)
         program.stages = text
         program.pipeline = Pipeline(
             self.schedule,
             place,
-            1 if not program.mesh.microbatches else self.microbatches,
+            1 if one or not program.mesh.microbatches else self.microbatches,
             self.outputs,
-            stages.labels(found, of_part),
+            tuple(found),
+            tuple(of_part),
         )
-        Marker(program, by_segment).run()
+        Marker(program).run()
         return program
 
-    def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
+    def _joint(self, breaks: str) -> ShardingError:
+        count = "chosen from the rows" if self.microbatches is None else self.microbatches
+        return ShardingError(
+            message(
+                "pipeline_parallel",
+                f"the loss: {breaks}",
+                f"schedule={self.schedule!r}, microbatches {count}",
+                "there it is no sum over micro-batches, as of what all of them give a product or "
+                "the like is made; so no backward may begin before all forwards are done",
+                'pass schedule="gpipe", which runs all forwards first, or microbatches=1',
+            )
+        )
+
+    def _refuse_what_is_wrong(self, program: Program) -> None:
         wrong = []
         if self.schedule not in NAMES:
             wrong.append(f"schedule={self.schedule!r} is none of {', '.join(map(repr, NAMES))}")
@@ -90,9 +146,6 @@ class PipelineParallel(Pass):
             wrong.append(f"stages={self.stages!r} is no text")
         if self.outputs not in OUTPUTS:
             wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
-        if ranks == 1:
-            given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-            wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]
         if wrong:
             raise ShardingError(
                 message(
@@ -107,6 +160,16 @@ class PipelineParallel(Pass):
 
 #: Conversions that send nothing over micro-batches: each has its own copy already.
 _OWN_COPY = ("replicate", "invariant")
+
+
+def _drop_sums(program: Program) -> None:
+    """Of one micro-batch, sums over micro-batches are their summands."""
+    for node in list(program.graph.nodes):
+        if node.target is turns.peak:
+            node.target = aten.detach.default
+        elif node.target is turns.total:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
 
 
 def _sum_over_turns(program: Program) -> None:
@@ -165,23 +228,28 @@ def _sum_over_turns(program: Program) -> None:
 class Marker:
     """Gives nodes their stages, and parameters their holders."""
 
-    def __init__(self, program: Program, by_segment: list[int]):
+    def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
         self.place = program.pipeline.place
         #: depends on inputs and constants only; of these, on no input; made of parameters alone
         self.free: set[fx.Node] = set()
         self.constant: set[fx.Node] = set()
         self.weight: set[fx.Node] = set()
-        self.at: dict[fx.Node, int] = {}
-        for segment, stage in zip(segments(self.graph), by_segment, strict=True):
-            self.at.update(dict.fromkeys(segment.nodes, stage))
+        of_name = program.pipeline.stage_of_nodes()
+        self.at = {n: of_name[n.name] for n in self.graph.nodes if n.op != "placeholder"}
+
+    @property
+    def _results(self) -> Any:
+        return next(n for n in self.graph.nodes if n.op == "output").args[0]
 
     def run(self) -> None:
         for node in self.graph.nodes:
             self._classify(node)
+        outside = self.free | self.weight
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.free | self.weight:
-                node.meta[STAGE] = self.at[node]
+            if node.op == "call_function" and node not in outside:
+                node.meta[STAGE] = self._stage_of(node)
+        self._bring_sums_together()
         for node in reversed(list(self.graph.nodes)):
             if node in self.weight and node.op == "call_function":
                 self._in_every_stage(node)
@@ -194,7 +262,7 @@ class Marker:
                 self.free.add(node)
             elif not parameter.buffer:
                 self.weight.add(node)
-            elif node.name not in self.program.buffer_updates:
+            elif node.name not in self.program.buffer_updates and not self._held_before(parameter):
                 self.free.add(node)
                 self.constant.add(node)
         elif node.op == "call_function" and not draws(node):
@@ -205,6 +273,47 @@ class Marker:
                     self.constant.add(node)
             elif read <= self.weight | self.constant:
                 self.weight.add(node)
+
+    def _stage_of(self, node: fx.Node) -> int:
+        """A part of what an op gives stands where the op does, and what is of no module (the form
+        that a result is given in) where the last of what it reads is made."""
+        if node.target is operator.getitem or not node.meta.get("nn_module_stack"):
+            stages = [n.meta[STAGE] for n in node.all_input_nodes if STAGE in n.meta]
+            return max(stages, default=self.at[node])
+        return self.at[node]
+
+    def _bring_sums_together(self) -> None:
+        """What is made of all micro-batches is made where the last reader of it is: layers before
+        need not wait for it. It reads no parameter itself, so that every gradient comes out of the
+        part of a stage that runs once a micro-batch."""
+        updates = {self._results[at] for at in self.program.buffer_updates.values()}
+        late = sums_of(
+            self.program, self.graph, [n for n in self.graph.nodes if STAGE in n.meta]
+        ).late
+        for node in reversed(self.graph.nodes):
+            if node not in late:
+                continue
+            stages = [user.meta[STAGE] for user in node.users if user in late]
+            if stages and node not in updates:
+                node.meta[STAGE] = max(stages)
+            for read in node.all_input_nodes:
+                if read.op == "placeholder" and read in self.weight:
+                    self._read_as_alias(node, read)
+
+    def _read_as_alias(self, node: fx.Node, parameter: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(aten.alias.default, (parameter,))
+        made.meta.update({k: v for k, v in node.meta.items() if k != STAGE})
+        self.at[made] = self.at[node]
+        self.weight.add(made)
+        for known in (self.program.dims, self.program.layouts):
+            known[made] = known[parameter]
+        node.replace_input_with(parameter, made)
+
+    def _held_before(self, parameter: Parameter) -> tuple[int, ...] | None:
+        """The only positions that hold a parameter in the other graph of the model, if it has been
+        there first: those of readers in this one may be fewer."""
+        return self.program.holders.get(parameter.name)
 
     def _in_every_stage(self, node: fx.Node) -> None:
         """What is made of parameters is made where it is read, once in each stage."""
@@ -227,15 +336,20 @@ class Marker:
     def _give_to_holders(self) -> None:
         """A parameter is held where it is read; so is a buffer that is written."""
         updates = self.program.buffer_updates
-        results = next(n for n in self.graph.nodes if n.op == "output").args[0]
         for node in self.graph.find_nodes(op="placeholder"):
             parameter = self.program.values.get(node.name)
-            if parameter is None or (parameter.buffer and node.name not in updates):
+            if parameter is None:
+                continue
+            before = self._held_before(parameter)
+            if parameter.buffer and node.name not in updates and before is None:
                 continue
             stages = {user.meta[STAGE] for user in node.users if STAGE in user.meta}
             if node.name in updates:
-                stages = self._of_update(node, stages, results[updates[node.name]])
-            parameter.holders = tuple(sorted({self.place[s] for s in stages or {0}}))
+                stages = self._of_update(node, stages, self._results[updates[node.name]])
+            found = {self.place[s] for s in stages}
+            if before is not None and found <= {*before}:
+                found = {*before}
+            parameter.holders = tuple(sorted(found)) or (0,)
 
     def _of_update(self, node: fx.Node, readers: Iterable[int], new: fx.Node) -> set[int]:
         """The stage in which a buffer is read and written."""

@@ -26,7 +26,7 @@ from autoshard.errors import ShardingError, message
 from autoshard.outline import RECOMPUTE
 from autoshard.program import Program, shallow
 from autoshard.runtime.zero import start_gather, wait_gather
-from autoshard.segments import Segment, begins, segments
+from autoshard.segments import Segment, begins, call_of, segments
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _calls(program: Program, segment: Segment) -> list[tuple[str, list[fx.Node]]
     calls: dict[str, list[fx.Node]] = {}
     name = segment.name
     for node in nodes:
-        name = _call(node, segment.name) or name  # sizes and the like belong where they stand
+        name = call_of(node, segment.name) or name  # sizes and the like belong where they stand
         calls.setdefault(name, []).append(node)
     return list(calls.items())
 
@@ -81,15 +81,6 @@ def _stays_outside(node: fx.Node, kept: set[str]) -> bool:
     if node.target is wait_gather:
         return node.args[2] in kept
     return node.target is start_gather
-
-
-def _call(node: fx.Node, block: str) -> str | None:
-    """Which call of a block a node is of, as torch.export numbers them; None where it is silent."""
-    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-        if path.removeprefix("L['self'].").partition(".")[2] == block:
-            _, at, number = key.rpartition("@")
-            return f"{block}@{number}" if at else block
-    return None
 
 
 def _mark(program: Program, name: str, nodes: list[fx.Node]) -> int:

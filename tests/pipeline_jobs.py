@@ -1,162 +1,439 @@
-"""Jobs on real gloo processes for tests/test_pipeline_memory.py and its benchmark."""
+"""Jobs of pipelines on real gloo processes, and the same on one device, in float64."""
 
 from __future__ import annotations
 
-import weakref
+import contextlib
+import copy
+import pickle
 from typing import Any
 
+import gloo
 import handwritten as hw
 import torch
 import torch.distributed as dist
-from recompute_jobs import SENT
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.nn.functional as F
+from gloo import InFloat64, detached, gradients_of, local_rows, refusal
+from mixtures import Biased, Looped
+from mixtures import Model as Mixtures
+from torch import nn
 
-from autoshard import autoshard
-from autoshard.report import SAVED, Sizes, TABLES, step_collectives
-from autoshard.runtime import wire
-
-# --- memory ---
-
-
-class _Kept:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor.detach()  # a result that is saved would hold the graph that holds it
+RATE, CLIP = 1e-3, 0.25
+#: Tokens of a row that mixtures are given.
+LENGTH = 6
 
 
-class SavedBytes(saved_tensors_hooks):
-    """Meanwhile ``peak`` are the most bytes that autograd has saved at one time, without those of
-    ``held`` tensors; a storage counts once."""
-
-    def __init__(self, held: Any):
-        self.peak = 0
-        self._held = {t.untyped_storage().data_ptr() for t in held}
-        self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
-        super().__init__(self._pack, lambda kept: kept.tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
-        kept = _Kept(tensor)
-        self._alive.add(kept)
-        storages = {k.tensor.untyped_storage().data_ptr(): k.tensor for k in self._alive}
-        own = (t for address, t in storages.items() if address not in self._held)
-        self.peak = max(self.peak, sum(t.untyped_storage().nbytes() for t in own))
-        return kept
+# --- models ---
 
 
-class Layers(torch.nn.Module):
-    """Layers that are alike, and a loss without parameters."""
+def tied(layers: int = 2, **sizes: Any) -> nn.Module:
+    """A GPT whose head is its embedding: the first stage and the last hold one weight."""
+    return hw.GPT(layers=layers, tied=True, **sizes)
 
-    def __init__(self, count: int, width: int):
+
+def half_frozen() -> nn.Module:
+    """A GPT of which the part before its last block is frozen: the first of two stages."""
+    model = hw.GPT(layers=4)
+    for name, parameter in model.named_parameters():
+        trains = name.startswith(("blocks.3", "norm", "head"))
+        parameter.requires_grad_(trains)
+    return model
+
+
+def frozen_ties() -> nn.Module:
+    model = tied()
+    model.tokens.weight.requires_grad_(False)
+    return model
+
+
+class NormedBlock(nn.Module):
+    """With running statistics, and a table that nothing writes."""
+
+    def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(hw.Block(width, 4, 2 * width) for _ in range(count))
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.linear(x)) * self.scale)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(NormedBlock() for _ in range(4))
 
     def forward(self, x, target):
         for layer in self.layers:
             x = layer(x)
-        return torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten())
+        return hw.Output(F.mse_loss(x, target), x)
 
 
-def peak(mesh, schedule: str, count: int, width: int = 32, length: int = 16, rows: int = 2):
-    """Bytes saved on this rank at the peak of a step of ``count`` micro-batches of so many rows, in
-    a step of one of them, and what the table of memory says of the first."""
-    torch.manual_seed(0)
-    shape = rows * count, length
-    batch = {"x": torch.randn(*shape, width), "target": torch.randint(0, width, shape)}
-    found, stages = {}, mesh["pp"].size()
-    for name, many in (("peak", count), ("one", 1)):
-        given = {key: value[: rows * many] for key, value in batch.items()}
-        model = Layers(stages, width)
-        sharded = autoshard(model, mesh, given, schedule=schedule, microbatches=many, zero=0)
-        sharded.train_step(**given)
-        with (saved := SavedBytes([*sharded.parameters(), *given.values()])):
-            sharded.train_step(**given)
-        found[name] = saved.peak
-        if name == "peak":
-            table = TABLES["memory"](sharded.program, position=mesh["pp"].get_local_rank())
-            told = {row[0]: row[2] for row in table.rows}
-            found["predicted"] = told[SAVED]
+class Dropping(nn.Module):
+    """Gives the masks of its layers, times the numbers 1."""
+
+    def __init__(self, layers: int = 4, p: float = 0.5):
+        super().__init__()
+        self.layers, self.p = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers)), p
+
+    def forward(self, x):
+        masks = []
+        for layer in self.layers:
+            mask = F.dropout(torch.ones_like(x), self.p)
+            x = x + torch.tanh(layer(x)) * mask
+            masks.append(mask)
+        return {"loss": x.square().mean(), "masks": masks}
+
+
+#: By name: what builds a model, and its global batch.
+MODELS: dict[str, Any] = {
+    "tied": (tied, lambda: hw.tokens(8)),
+    "deep": (lambda: tied(4), lambda: hw.tokens(8)),
+    "half frozen": (half_frozen, lambda: hw.tokens(8)),
+    "frozen ties": (frozen_ties, lambda: hw.tokens(8)),
+    "normed": (Normed, lambda: hw.vectors(8, 16)),
+    "looped": (lambda: Mixtures(Looped(), Looped()), lambda: mixture_tokens()),
+    "biased": (lambda: Mixtures(Biased(0.01), Biased(0.01)), lambda: mixture_tokens()),
+    "dropping": (Dropping, lambda: {"x": hw.vectors(8, 4, 16)["x"]}),
+}
+
+
+def mixture_tokens(rows: int = 8) -> dict[str, torch.Tensor]:
+    given = hw.tokens(rows, LENGTH, vocab=32)
+    return {"ids": given["ids"], "labels": given["targets"]}
+
+
+def made(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model in float64, and its global batch."""
+    if name not in MODELS:
+        return gloo.build(name)
+    torch.manual_seed(seed)
+    build, inputs = MODELS[name]
+    given = {k: v.double() if v.is_floating_point() else v for k, v in inputs().items()}
+    return build().double(), given
+
+
+def mesh_of(text: str) -> Any:
+    """A mesh of all ranks, of a text such as ``pp=2,dp=2``."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    return dist.device_mesh.init_device_mesh(
+        "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
+
+
+def trainable(module: Any) -> list[nn.Parameter]:
+    """As fine-tuning scripts write it."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+# --- training ---
+
+
+def train(mesh, name: str, options: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    """Outputs of a forward, then AdamW steps with clipping: losses, norms, first gradients, and the
+    state at the end."""
+    model, inputs = made(name)
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = local_rows(mesh, inputs)
+    optimizer = torch.optim.AdamW(trainable(sharded), lr=RATE)
+    count = len(next(iter(inputs.values())))
+    with torch.no_grad():
+        out: dict[str, Any] = {"outputs": outputs_of(sharded(**rows)), "loss": [], "norm": []}
+    out["rows"] = local_rows(mesh, {"at": torch.arange(count)})["at"]
+    for step in range(steps):
+        optimizer.zero_grad()
+        out["loss"].append(sharded.train_step(**rows).clone())
+        if step == 0:
+            out["gradients"] = sharded.full_gradients()
+        out["norm"].append(sharded.clip_grad_norm_(CLIP).clone())
+        optimizer.step()
+    out["state"] = detached(sharded.full_state_dict())
+    sharded.eval()
+    with torch.no_grad():
+        out["evaluated"] = outputs_of(sharded(**rows))
+    return out
+
+
+def train_alone(name: str, steps: int = 2) -> dict[str, Any]:
+    model, inputs = made(name)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad(), InFloat64():
+        out: dict[str, Any] = {"outputs": outputs_of(model(**inputs)), "loss": [], "norm": []}
+    if name != "normed":  # whose running statistics a forward moves, here as on ranks
+        model.load_state_dict(before)
+    for step in range(steps):
+        optimizer.zero_grad()
+        with InFloat64():
+            loss = model(**inputs).loss
+        loss.backward()
+        out["loss"].append(loss.detach())
+        if step == 0:
+            grads = {n: p.grad for n, p in model.named_parameters()}
+            out["gradients"] = {n: None if g is None else g.clone() for n, g in grads.items()}
+        out["norm"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+    out["state"] = detached(model.state_dict())
+    model.eval()
+    with torch.no_grad(), InFloat64():
+        out["evaluated"] = outputs_of(model(**inputs))
+    return out
+
+
+def outputs_of(out: Any) -> dict[str, torch.Tensor]:
+    """Loss, and what has rows."""
+    other = out.logits if hasattr(out, "logits") else out.chosen.unflatten(0, (-1, LENGTH))
+    return {"loss": out.loss.detach().clone(), "rows": other.detach().clone()}
+
+
+def long(mesh, options: dict[str, Any], steps: int = 50) -> dict[str, Any]:
+    """The loss of every step, the state at the end, and whether ranks that hold the same part of a
+    tied weight have the same bits."""
+    model, inputs = made("tied")
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = local_rows(mesh, inputs)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=RATE)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(sharded.train_step(**{k: v.roll(step, 1) for k, v in rows.items()}).clone())
+        optimizer.step()
+    return {
+        "loss": losses,
+        "state": detached(sharded.full_state_dict()),
+        "copies": copies(sharded),
+    }
+
+
+def long_alone(steps: int = 50) -> dict[str, Any]:
+    model, inputs = made("tied")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=RATE), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(**{k: v.roll(step, 1) for k, v in inputs.items()}).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return {"loss": losses, "state": detached(model.state_dict())}
+
+
+def copies(sharded: Any) -> dict[str, list[bool]]:
+    """Of every parameter that several stages hold: of every rank of these whether its part has the
+    bits of that of the first such rank."""
+    from autoshard.runtime.staged import along_pipeline
+
+    mesh, rank, found = sharded.program.mesh, sharded.rank_index, {}
+    for key, parameter in sharded.program.parameters().items():
+        if len(parameter.holders or ()) < 2:
+            continue
+        mine = sharded.tensor(key).detach().clone() if key in sharded.held else None
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        parts = [everyone[along_pipeline(mesh, rank)[p]] for p in parameter.holders]
+        bits = [part.view(torch.int64) for part in parts]
+        found[parameter.name] = [torch.equal(each, bits[0]) for each in bits]
     return found
 
 
-# --- traffic ---
+def accumulate(
+    mesh, name: str, synced: str, options: dict[str, Any], zeroed: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """Gradients accumulated over several batches, by the letter: s synchronises, n does not, z sets
+    gradients to zero first, and S is an s behind such a z. Whole ones after every s."""
+    model, inputs = made(name)
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows, out = local_rows(mesh, inputs), []
+    for step, letter in enumerate(synced):
+        if letter == "z":
+            sharded.zero_grad(set_to_none=False)
+            continue
+        with sharded.no_sync() if letter == "n" else contextlib.nullcontext():
+            sharded.train_step(**{k: v.roll(step, 1) for k, v in rows.items()})
+        if letter == "s":
+            out.append(detached(sharded.full_gradients()))
+    return out
 
 
-class BytesSent(TorchDispatchMode):
-    """Bytes that a rank sends meanwhile, and how often, by kind: to other stages over their group,
-    and in collectives as a ring sends them."""
-
-    PATCHED = ("isend", "all_reduce", "broadcast")
-
-    def __init__(self, stages: Any):
-        super().__init__()
-        self.stages, self.sent = stages, dict[str, tuple[int, int]]()
-
-    def __enter__(self):
-        self.real = {name: getattr(dist, name) for name in self.PATCHED}
-        self.wired = wire.all_gather, wire.reduce_scatter
-        dist.isend, dist.all_reduce = self._isend, self._all_reduce
-        dist.broadcast = self._broadcast
-        wire.all_gather, wire.reduce_scatter = self._all_gather, self._reduce_scatter
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for name, real in self.real.items():
-            setattr(dist, name, real)
-        wire.all_gather, wire.reduce_scatter = self.wired
-        return super().__exit__(*error)
-
-    def _isend(self, tensor, *args, **options):
-        if self.stages in args:
-            self._add("send", tensor.nbytes)
-        return self.real["isend"](tensor, *args, **options)
-
-    def _all_reduce(self, tensor, *args, group=None, **options):
-        self._add_ring("all_reduce", 2 * tensor.nbytes, group)
-        return self.real["all_reduce"](tensor, *args, group=group, **options)
-
-    def _broadcast(self, tensor, *args, **options):
-        self._add("broadcast", tensor.nbytes)
-        return self.real["broadcast"](tensor, *args, **options)
-
-    def _all_gather(self, flat, group):
-        self._add_ring("all_gather", flat.nbytes, group)
-        return self.wired[0](flat, group)
-
-    def _reduce_scatter(self, flat, group):
-        self._add_ring("reduce_scatter", flat.nbytes, group)
-        return self.wired[1](flat, group)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("_c10d_functional::")
-        if name in SENT:
-            group = dist.distributed_c10d._resolve_process_group(args[-1])
-            times = {"all_gather": group.size(), "all_reduce": 2}.get(SENT[name], 1)
-            self._add_ring(SENT[name], times * args[0].nbytes, group)
-        return func(*args, **(kwargs or {}))
-
-    def _add_ring(self, kind: str, size: int, group: Any) -> None:
-        ranks = dist.get_world_size(group)
-        self._add(kind, -(-size * (ranks - 1) // ranks))
-
-    def _add(self, kind: str, size: int) -> None:
-        count, total = self.sent.get(kind, (0, 0))
-        self.sent[kind] = count + 1, total + size
+def accumulate_alone(name: str, synced: str) -> list[dict[str, torch.Tensor]]:
+    model, inputs = made(name)
+    out = []
+    for step, letter in enumerate(synced):
+        if letter == "z":
+            model.zero_grad(set_to_none=False)
+            continue
+        with InFloat64():
+            model(**{k: v.roll(step, 1) for k, v in inputs.items()}).loss.backward()
+        if letter == "s":
+            out.append(gradients_of(model))
+    return out
 
 
-def traffic(mesh, layers: int, rows: int, **options: Any):
-    """What this rank sends in its second step, by kind: how often and how many bytes; and what the
-    table of collectives counts."""
-    batch = hw.tokens(rows)
+#: Rows and length of the batches of `other_shapes`; the first says how many micro-batches.
+SHAPES = [(8, 16), (8, 9), (6, 16), (10, 12), (2, 5), (8, 16)]
+
+
+def other_shapes(mesh, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps with batches of other lengths and other numbers of rows, also of fewer rows than
+    micro-batches."""
+    model, inputs = made("tied")
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    out = []
+    for b, s in SHAPES:
+        sharded.zero_grad()
+        rows = local_rows(mesh, hw.tokens(b, s))
+        loss = sharded.train_step(**rows).clone()
+        with torch.no_grad():
+            logits = sharded(**rows).logits.clone()
+        out.append({"loss": loss, "logits": logits, "grads": detached(sharded.full_gradients())})
+    return out
+
+
+def other_shapes_alone() -> list[dict[str, Any]]:
+    model, _ = made("tied")
+    out = []
+    for b, s in SHAPES:
+        model.zero_grad()
+        loss, logits = model(**hw.tokens(b, s))
+        loss.backward()
+        grads = gradients_of(model)
+        out.append({"loss": loss.detach(), "logits": logits.detach(), "grads": grads})
+    return out
+
+
+def modes(mesh, name: str, first: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Training and evaluation in turn; ``first``: the model is in training mode when it is given.
+    Outputs, the state at the end, and who holds what is written."""
+    model, inputs = made(name)
+    model.train(first)
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows, out = local_rows(mesh, inputs), []
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05)
+    for training in (first, not first, first, not first):
+        sharded.train(training)
+        if training:
+            optimizer.zero_grad()
+            out.append(sharded.train_step(**rows).clone())
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                out.append(outputs_of(sharded(**rows))["rows"])
+    buffers = {n: b.clone() for n, b in sharded.named_buffers() if "_constants" not in n}
+    return {"out": out, "state": detached(sharded.full_state_dict()), "buffers": buffers}
+
+
+def modes_alone(name: str, first: bool) -> dict[str, Any]:
+    model, inputs = made(name)
+    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for training in (first, not first, first, not first):
+        model.train(training)
+        if training:
+            optimizer.zero_grad()
+            loss = model(**inputs).loss
+            loss.backward()
+            out.append(loss.detach())
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                out.append(outputs_of(model(**inputs))["rows"])
+    return {"out": out, "state": detached(model.state_dict())}
+
+
+# --- precision, and what is held where ---
+
+
+def precision(mesh, options: dict[str, Any], steps: int = 8) -> dict[str, Any]:
+    """Losses in float32 masters and whatever the options say, and tied copies."""
+    from autoshard import autoshard
+
     torch.manual_seed(0)
-    sharded = autoshard(hw.GPT(layers=layers, tied=True), mesh, batch, **options)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for _ in range(2):
-        with BytesSent(sharded.wire.group) as counted:
-            sharded.train_step(**batch)
-        optimizer.step()
+    model, inputs = tied(), hw.tokens(8)
+    sharded = autoshard(model, mesh, local_rows(mesh, inputs), **options)
+    optimizer, losses = torch.optim.AdamW(sharded.parameters(), lr=3e-3), []
+    for _ in range(steps):
         optimizer.zero_grad()
-    sizes, table = Sizes(sharded.program), dict[str, tuple[int, int]]()
-    for c in step_collectives(sharded.program, position=mesh["pp"].get_local_rank()):
-        count, total = table.get(c.kind, (0, 0))
-        table[c.kind] = count + c.count, total + sizes.number(c.bytes)
-    return {"sent": counted.sent, "table": table}
+        losses.append(float(sharded.train_step(**local_rows(mesh, inputs))))
+        optimizer.step()
+    mine = {n: p.detach().clone() for n, p in sharded.named_parameters()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: p for n, p in mine.items() if n == "tokens.weight"})
+    holders = [held["tokens.weight"] for held in everyone if "tokens.weight" in held]
+    kinds = {str(p.dtype) for p in sharded.parameters()} | {p.device.type for p in mine.values()}
+    return {"losses": losses, "holders": holders, "kinds": kinds}
+
+
+def own_parts(mesh, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of a pipeline says and holds by itself."""
+    model, inputs = made("tied")
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = local_rows(mesh, inputs)
+    state = detached(sharded.state_dict())
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    missing = sharded.load_state_dict(state)
+    out: dict[str, Any] = {
+        "names": list(state),
+        "again": [n for n, v in sharded.state_dict().items() if not torch.equal(v, state[n])],
+        "missing": [*missing.missing_keys, *missing.unexpected_keys],
+        "copy": refusal(lambda: copy.deepcopy(sharded)),
+        "pickle": refusal(lambda: pickle.dumps(sharded)),
+        "assign": refusal(lambda: sharded.load_state_dict(state, assign=True)),
+        "dtype": refusal(lambda: sharded.half()),
+    }
+    sharded.weights_changed()
+    loss = sharded.train_step(**rows)
+    whole = detached(sharded.full_state_dict())
+    other = dict(whole) | {"more": torch.ones(1)}
+    other.pop("norm.weight")
+    wrong = {**whole, "blocks.0.up.weight": torch.ones(2)}
+    out |= {
+        "loss": loss.clone(),
+        "whole": whole,
+        "refused": refusal(lambda: sharded.load_full_state_dict(other)),
+        "shape": refusal(lambda: sharded.load_full_state_dict(wrong)),
+        "lenient": sharded.load_full_state_dict(other, strict=False),
+        "text": repr(sharded),
+        "memory": sharded.table("memory"),
+    }
+    sharded.load_full_state_dict({n: v + 1 for n, v in whole.items()})
+    now = sharded.full_state_dict()
+    out["loaded"] = [n for n, v in now.items() if not torch.equal(v, whole[n] + 1)]
+    return out
+
+
+def loads(mesh, name: str, options: dict[str, Any]) -> list[Any]:
+    """What expert_load says: before any step, after one, after another of fewer rows, and after a
+    forward in evaluation."""
+    model, inputs = made(name)
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = local_rows(mesh, inputs)
+    found = [sharded.expert_load()]
+    sharded.train_step(**rows)
+    found.append(sharded.expert_load())
+    sharded.train_step(**local_rows(mesh, {k: v[:4] for k, v in inputs.items()}))
+    found.append(sharded.expert_load())
+    table = sharded.table("experts")
+    sharded.eval()
+    with torch.no_grad():
+        sharded(**rows)
+    return [*found, sharded.expert_load(), table]
+
+
+# --- dropout ---
+
+
+def dropout(mesh, options: dict[str, Any]) -> dict[str, Any]:
+    """Masks of a forward, by layer; the loss and gradients of two steps from one seed."""
+    model, inputs = made("dropping")
+    sharded = gloo.shard(mesh, model, inputs, **options)
+    rows = local_rows(mesh, inputs)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        masks = [mask.clone() for mask in sharded(**rows)["masks"]]
+    torch.manual_seed(7)
+    first = sharded.train_step(**rows).clone()
+    gradients = detached(sharded.full_gradients())
+    return {
+        "masks": masks,
+        "loss": [first, sharded.train_step(**rows).clone()],
+        "gradients": gradients,
+    }

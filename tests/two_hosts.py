@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -254,26 +255,43 @@ def counted() -> list[int]:
     return [int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes")]
 
 
-#: A reduce-scatter of gloo is an all-reduce of which every rank keeps its part.
-GLOO_TIMES = {"reduce_scatter": 2}
-
-
 def predicted(program: Any, case: Case) -> dict[str, list[float]]:
     """Bytes of a step from the first host to the second, and back, by the table of collectives, and
-    as gloo sends them: what a rank sends goes to the next of its group, which counts where that is
-    on the other host."""
+    as gloo sends them. What passes from stage to stage counts where that table has it."""
     from autoshard.groups import groups
     from autoshard.report import Sizes, step_collectives
 
     sizes, table, gloo = Sizes(program), [0.0, 0.0], [0.0, 0.0]
     for c in step_collectives(program):
         sent = sizes.number(c.bytes)
-        for group in groups(program.mesh, tuple(c.axes.split(","))):
-            for rank, following in zip(group, [*group[1:], group[0]], strict=True):
-                if case.host(rank) != case.host(following):
-                    table[case.host(rank)] += sent
-                    gloo[case.host(rank)] += sent * GLOO_TIMES.get(c.kind, 1)
+        found = groups(program.mesh, tuple(c.axes.split(",")))
+        for group, host in itertools.product(found, (0, 1)):
+            ring = sent * ring_crossings(group, case, host)
+            table[host] += ring
+            if by_pairs(c):
+                gloo[host] += sent / (len(group) - 1) * pair_crossings(group, case, host)
+            else:  # gloo's reduce-scatter is an all-reduce of which every rank keeps its part
+                gloo[host] += ring * (2 if c.kind == "reduce_scatter" else 1)
     return {"table": table, "gloo": gloo}
+
+
+def by_pairs(collective: Any) -> bool:
+    """Whether on gloo every rank sends to every other: all-to-alls, and what `runtime.wire` moves,
+    which is weights gathered and gradients reduced to the ranks that hold them."""
+    of_units = collective.why.startswith(("weights ", "gradients "))
+    return collective.kind == "all_to_all" or (of_units and collective.kind != "all_reduce")
+
+
+def ring_crossings(group: list[int], case: Case, host: int) -> int:
+    """How often a ring round the group goes from a host to the other: so many ranks of it send all
+    that they send to the other one."""
+    onward = zip(group, [*group[1:], group[0]], strict=True)
+    return sum(case.host(a) == host != case.host(b) for a, b in onward)
+
+
+def pair_crossings(group: list[int], case: Case, host: int) -> int:
+    """How many pairs there are of a rank of a host and one of the other."""
+    return sum(case.host(a) == host != case.host(b) for a, b in itertools.permutations(group, 2))
 
 
 # --- all together ---

@@ -74,10 +74,7 @@ def _shared(wire: Any, owner: int, value: Any, remember: str = "") -> Any:
     kind, what, dtype = known
     if kind != "tensor":
         return what
-    if mine:
-        value = value.contiguous()
-    else:
-        value = torch.empty(what, dtype=dtype, device=wire.device)
+    value = value.contiguous() if mine else torch.empty(what, dtype=dtype, device=wire.device)
     dist.broadcast(value, source, group=wire.group)
     return value
 

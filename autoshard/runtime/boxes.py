@@ -41,6 +41,8 @@ def part_of(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -
 
 def held(parameter: Parameter, mesh: SubMesh, rank: int) -> list[Box]:
     """All that a rank holds of a parameter, in boxes. None are empty."""
+    if not parameter.held_by(mesh, rank):
+        return []
     if parameter.place is not None:
         stack, at = parameter.place
         return _in_stack(held(stack, mesh, rank), at)
@@ -49,15 +51,20 @@ def held(parameter: Parameter, mesh: SubMesh, rank: int) -> list[Box]:
 
 def written(parameter: Parameter, mesh: SubMesh, rank: int, number: int) -> list[Box]:
     """What a rank writes of a parameter: over all ranks every element once. Of the ranks that hold
-    the same, it is one by turns: copy ``number`` modulo their count."""
+    the same, it is one by turns: copy ``number`` modulo their count, those of the first stage that
+    holds it before those of others."""
     if parameter.place is not None:
         stack, at = parameter.place
         return _in_stack(written(stack, mesh, rank, number), at)
+    if not parameter.held_by(mesh, rank):
+        return []
+    stages = parameter.holders or range(mesh.mesh.size("pp"))
     runs, out = _runs(parameter, mesh, rank), []
     for (at, start, length, _), cut in gather.pieces(parameter, mesh, rank):
         # what has no dimensions is held whole wherever it is held
         alike = tuple(m for m in mesh.axes if m not in cut or not parameter.value.ndim)
-        if mesh.index(rank, alike) != number % mesh.size(alike):
+        copy = stages.index(mesh.stage(rank)) * mesh.size(alike) + mesh.index(rank, alike)
+        if copy != number % (len(stages) * mesh.size(alike)):
             continue
         mine = list(runs)
         if length >= 0:

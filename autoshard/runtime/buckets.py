@@ -28,8 +28,8 @@ BUCKET_BYTES = 25 * 2**20
 @dataclass
 class Bucket:
     """Pieces of gradients summed over the same mesh axes in one all-reduce, and where each starts.
-    ``first``: whether this rank is the one of its group that keeps an earlier sum; ``stage``: that of
-    a pipeline whose backward completes them."""
+    ``first``: whether this rank is the one of its group that keeps an earlier sum; ``stage``: that
+    of a pipeline whose backward completes them."""
 
     axes: tuple[str, ...]
     stage: int | None

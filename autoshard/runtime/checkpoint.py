@@ -68,17 +68,7 @@ def save(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
     planner, told = checks.together(
         module.live, SAVE, lambda: _Save(module, optimizer), lambda planner: planner.digest
     )
-    differing = [r for r, digest in enumerate(told) if digest["groups"] != told[0]["groups"]]
-    if differing:
-        raise ShardingError(
-            message(
-                SAVE,
-                "the optimizer's groups",
-                f"ranks {differing[:8]} have others than rank 0",
-                "hyperparameters are saved once, for all ranks",
-                "give every rank the same groups, and step every rank's scheduler",
-            )
-        )
+    _refuse_other_groups(module, told)
     if any(digest["random"] != told[0]["random"] for digest in told):
         planner.record["random"] = None  # streams of the ranks' own, which no other mesh has
     _, everyone = checks.together(
@@ -110,8 +100,15 @@ def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
     all names and shapes that do not fit. Metadata is unpickled: load only what you trust.
     """
     refuse_alone(module)
+    _, everyone = checks.together(
+        module.live and module.program.pipeline is not None,
+        LOAD,
+        lambda: optimizer_state.trained(module, optimizer, LOAD),
+        lambda names: names,
+    )
+    trained = {name for names in everyone for name in names}
     (folder, planner, install), _ = checks.together(
-        module.live, LOAD, lambda: _prepared(module, Path(path), optimizer)
+        module.live, LOAD, lambda: _prepared(module, Path(path), optimizer, trained)
     )
     reader = dcp.FileSystemReader(folder)
     _run(
@@ -120,24 +117,57 @@ def load(module: Any, path: Any, optimizer: torch.optim.Optimizer | None = None)
         lambda: dcp.load({}, storage_reader=reader, planner=planner, no_dist=not module.live),
     )
     install()
-    module._filled(name for p, _ in kept(module).values() for name in p.names)
+    module._filled(name for p in named(module).values() for name in p.names)
 
 
-def kept(module: Any) -> dict[str, tuple[Parameter, torch.Tensor]]:
-    """The model's own parameters and persistent buffers by canonical name, each with the tensor
-    that has this rank's part of it."""
-    return {
-        own.name: (own, module.tensor(key).detach())
-        for key, p in module.program.values.items()
-        if not p.buffer or p.persistent
-        for own in p.own
-    }
+def named(module: Any) -> dict[str, Parameter]:
+    """The model's own parameters and persistent buffers by canonical name, also those of which
+    this rank holds nothing."""
+    return {own.name: own for _, own in _persistent(module.program.values)}
+
+
+def kept(module: Any) -> Shards:
+    """Of these the ones that this rank holds, each with the tensor that has its part of it."""
+    return {own.name: (own, module.tensor(key).detach()) for key, own in _persistent(module.held)}
+
+
+def _persistent(values: dict[str, Parameter]) -> Iterator[tuple[str, Parameter]]:
+    for key, parameter in values.items():
+        if not parameter.buffer or parameter.persistent:
+            yield from ((key, own) for own in parameter.own)
 
 
 def refuse_alone(module: Any) -> None:
     """Raise MeshError for one rank's module of a larger mesh whose other ranks do not run."""
     if not module.live and module.program.mesh.mesh.world_size > 1:
         raise module._alone()
+
+
+def _refuse_other_groups(module: Any, told: list[Any]) -> None:
+    """Raise ShardingError where ranks that hold the same parameters have other groups of them, or
+    ranks another optimizer, or none. ``told``: of every rank a `_Save.digest`."""
+    mesh = module.program.mesh
+    first: dict[int, Any] = {}
+    for r, digest in enumerate(told):
+        first.setdefault(mesh.stage(r), digest["groups"])
+    differing = [r for r, digest in enumerate(told) if digest["groups"] != first[mesh.stage(r)]]
+    others = [r for r, digest in enumerate(told) if digest["class"] != told[0]["class"]]
+    if not differing and not others:
+        return
+    whom = "rank 0" if len(first) == 1 else "the first rank of their stages"
+    raise ShardingError(
+        message(
+            SAVE,
+            "the optimizer's groups" if differing else "the optimizer",
+            f"ranks {differing[:8]} have others than {whom}"
+            if differing
+            else f"ranks {others[:8]} save {told[others[0]]['class']}, rank 0 {told[0]['class']}",
+            "hyperparameters are saved once, for all ranks",
+            "give every rank the same groups, and step every rank's scheduler"
+            if differing
+            else "give every rank an optimizer of the same class, or none",
+        )
+    )
 
 
 def _run(who: str, what: str, call: Callable[[], Any]) -> None:
@@ -170,7 +200,8 @@ class _Save(SavePlanner):
         self.mesh, self.rank = module.program.mesh, module.rank_index
         self.shards: Shards = kept(module)
         # by size, so that ranks that hold the same take turns at tensors of about one size
-        order = sorted(self.shards, key=lambda name: -self.shards[name][0].value.numel())
+        every = named(module)
+        order = sorted(every, key=lambda name: -every[name].value.numel())
         self.turn = {name: number for number, name in enumerate(order)}
         self.record: dict[str, Any] = {
             "format": FORMAT,
@@ -179,22 +210,24 @@ class _Save(SavePlanner):
             "optimizer": None,
         }
         self.state: dict[str, dict[str, Any]] = {}
+        self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
             names = optimizer_state.names_of(module, optimizer, SAVE)
             tensors, self.state = optimizer_state.state_of(optimizer, names)
             self.shards |= tensors
-            groups = optimizer_state.groups_of(optimizer, names)
-            self.record["optimizer"] = {"class": optimizer_state.kind(optimizer), "groups": groups}
+            self.groups = optimizer_state.groups_of(optimizer, names)
+            self.record["optimizer"] = {"class": optimizer_state.kind(optimizer)}
         self.views: dict[MetadataIndex, torch.Tensor] = {}
 
     @property
-    def digest(self) -> dict[str, int]:
-        """Numbers by which ranks see whether they hold the same."""
+    def digest(self) -> dict[str, Any]:
+        """By what ranks see whether they hold the same."""
         random, optimizer = self.record["random"], self.record["optimizer"]
         states = [(kind, state.numpy().tobytes()) for kind, state in random.items()]
         return {
             "random": zlib.crc32(str(states).encode()),
-            "groups": zlib.crc32(optimizer_state.comparable(optimizer).encode()),
+            "groups": zlib.crc32(optimizer_state.comparable(self.groups).encode()),
+            "class": optimizer and optimizer["class"],
         }
 
     def set_up_planner(
@@ -216,7 +249,9 @@ class _Save(SavePlanner):
                 # a rank that holds no element of a parameter may have no state for it
                 if parameter.name in self.state:
                     state[parameter.name] = self.state[parameter.name]
-        return SavePlan(items, planner_data=state)
+        # of ranks that hold the same parameters, one tells how they are grouped
+        first = not any(self.mesh.index(self.rank, (axis,)) for axis in self.mesh.axes)
+        return SavePlan(items, planner_data=(state, self.groups if first else []))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
@@ -227,10 +262,12 @@ class _Save(SavePlanner):
         state: dict[str, Any] = {}
         differing = []
         for plan in plans:
-            for name, fields in plan.planner_data.items():
+            for name, fields in plan.planner_data[0].items():
                 first = optimizer_state.comparable(state.setdefault(name, fields))
                 if first != optimizer_state.comparable(fields):
                     differing.append(f"{name}: {fields} on one rank, {state[name]} on another")
+        groups = [group for plan in plans for group in plan.planner_data[1]]
+        differing += optimizer_state.unequal_groups(groups)
         if differing:
             raise ShardingError(
                 message(
@@ -243,7 +280,7 @@ class _Save(SavePlanner):
             )
         record = dict(self.record)
         if record["optimizer"] is not None:
-            record["optimizer"] = {**record["optimizer"], "state": state}
+            record["optimizer"] = {**record["optimizer"], "groups": groups, "state": state}
         metadata.planner_data = {OWN: record}
         plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
         return plans, metadata
@@ -317,10 +354,11 @@ class _Load(LoadPlanner):
 
 
 def _prepared(
-    module: Any, path: Path, optimizer: torch.optim.Optimizer | None
+    module: Any, path: Path, optimizer: torch.optim.Optimizer | None, trained: set[str]
 ) -> tuple[Path, _Load, Callable[[], None]]:
-    """The directory to read, what to read out of it, and what to do when that is read. Changes
-    nothing; raises ShardingError where checkpoint, module and optimizer do not fit."""
+    """The directory to read, what to read out of it, and what to do when that is read. ``trained``:
+    the names of all parameters that optimizers of any rank have. Changes nothing; raises
+    ShardingError where checkpoint, module and optimizer do not fit."""
     folder = saves.last_complete(path, check_files=module.rank_index == 0)
     metadata = dcp.FileSystemReader(folder).read_metadata()
     record = (metadata.planner_data or {}).get(OWN)
@@ -331,10 +369,9 @@ def _prepared(
         optimizer_state.key(n, f) for n, here in saved["state"].items() for f in here["tensors"]
     }
     stored = {n: e.size for n, e in metadata.state_dict_metadata.items() if n not in stateful}
-    held = kept(module)
-    found = {name: optimizer_state.alias(p, stored) for name, (p, _) in held.items()}
-    known = {n for p, _ in held.values() for n in p.names}
-    wrong = _misfits(held, found, stored, known)
+    every, held = named(module), kept(module)
+    found = {name: optimizer_state.alias(p, stored) for name, p in every.items()}
+    wrong = _misfits(every, found, stored)
     shards: Shards = {found[n]: held[n] for n in held if found[n] in stored}
     installs: list[Callable[[], None]] = [lambda: _set_random_states(module, record["random"])]
     if optimizer is not None:
@@ -344,7 +381,7 @@ def _prepared(
         else:
             if saved["class"] != (own := optimizer_state.kind(optimizer)):
                 wrong.append(f"it holds the state of {saved['class']}, and the optimizer is {own}")
-            wrong += optimizer_state.unmatched_groups(optimizer, names, saved["groups"])
+            wrong += optimizer_state.unmatched_groups(optimizer, names, saved["groups"], trained)
             wrong += optimizer_state.unequal_states(optimizer, names, saved["state"])
         if not wrong:
             state, tensors = optimizer_state.new_state(optimizer, names, saved["state"], metadata)
@@ -370,17 +407,18 @@ def _prepared(
 
 
 def _misfits(
-    held: Shards, found: dict[str, str], stored: dict[str, torch.Size], known: set[str]
+    every: dict[str, Parameter], found: dict[str, str], stored: dict[str, torch.Size]
 ) -> list[str]:
     """What a checkpoint lacks, has too many, and has in other shapes."""
-    missing = [n for n, (p, _) in held.items() if found[n] not in stored and p.value.numel()]
+    known = {n for p in every.values() for n in p.names}
+    missing = [n for n, p in every.items() if found[n] not in stored and p.value.numel()]
     unexpected = [n for n in stored if n not in known]
     return [
         *([f"missing {', '.join(missing)}"] if missing else []),
         *([f"unexpected {', '.join(unexpected)}"] if unexpected else []),
         *(
             f"{n} is {tuple(stored[found[n]])}, not {tuple(p.value.shape)}"
-            for n, (p, _) in held.items()
+            for n, p in every.items()
             if found[n] in stored and stored[found[n]] != p.value.shape
         ),
     ]

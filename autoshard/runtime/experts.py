@@ -74,7 +74,7 @@ class _GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
-        wanted, to_x, to_weight = ctx.needs_input_grad, None, None
+        wanted, to_x, to_weight = _wanted(ctx), None, None
         spans = _spans(offsets)
         if wanted[0]:
             to_x = torch.empty_like(x)
@@ -90,6 +90,22 @@ class _GroupedProduct(torch.autograd.Function):
                 else:
                     to_weight[i].zero_()
         return to_x, to_weight, None
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    """For which inputs this backward computes gradients: one of a part of the graph may leave out
+    some that others need."""
+    return [
+        needs and _goes_on(to)
+        for needs, (to, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=True)
+    ]
+
+
+def _goes_on(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+        return True
 
 
 def _spans(offsets: torch.Tensor) -> list[tuple[int, int, int]]:

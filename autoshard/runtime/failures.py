@@ -1,47 +1,187 @@
-"""A rank that fails tells the others why: they wait for it, and would only see that it is gone."""
+"""A rank that fails tells the others why: they wait for it, and would only see that it is gone.
+
+Words are left in the store in which the processes met. A rank that sees no more than that another
+one is gone, or has waited as long as its process group does, looks there for the cause. Nothing is
+read or written in a step that goes well, and has inputs of shapes that were there before.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from autoshard.errors import AutoshardError, MeshError, message
+from autoshard.mesh import DATA_AXES
 
 #: Seconds to wait for the cause, once waiting for a rank has failed.
 PATIENCE = 2.0
+#: Seconds between two looks at the store.
+PAUSE = 0.02
 #: Words of errors that say that another rank is not there, and nothing about why.
 GONE = ("connection", "timed out", "timeout", "peer", "socket", "gloo", "nccl", "broken pipe")
+#: Keys of the store: how many words were left, and of each; of what ranks agree on.
+COUNT, WORD, SHAPES = "autoshard/words", "autoshard/word/{}", "autoshard/shapes/{}/{}/{}"
+#: Where an exception says that `told` has seen it.
+SEEN = "_told_by_autoshard"
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank has left. ``cause``: 2 where it has failed by itself, 1 where it waits for others
+    to have inputs like its own, 0 where it saw that another rank is gone. ``shapes``: of the inputs
+    of the step that it was in, by name; empty outside of one."""
+
+    rank: int
+    cause: int
+    text: str
+    shapes: dict[str, list[int]]
 
 
 @contextlib.contextmanager
 def told(module: Any, who: str) -> Iterator[None]:
     """Meanwhile an error of this rank is left where the others look, and one that only says that
     another rank is gone becomes a MeshError that quotes what that rank has left."""
-    module.calls += 1
     try:
         yield
     except Exception as error:
-        if not _says_gone(error):
-            _leave(module, error)
+        if SEEN in vars(error):
             raise
-        found = _left_by_another(module)
-        rank, why = found or (
-            None,
-            "it left no word: its process was killed, or it does not answer",
+        if not _says_gone(error):
+            vars(error)[SEEN] = True
+            _leave(module, 2, f"it raised {type(error).__name__}: {error}")
+            raise
+        _leave(module, 0, f"{type(error).__name__}: {error}")
+        made = _lost(module, who, error)
+        vars(made)[SEEN] = True
+        raise made from error
+    else:
+        _take_back()
+
+
+def telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module that all ranks call, under `told` where the module has stages."""
+
+    @functools.wraps(method)
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if module.wire is None:
+            return method(module, *args, **kwargs)
+        with told(module, method.__name__):
+            return method(module, *args, **kwargs)
+
+    return call
+
+
+def watch() -> None:
+    """From now on an error that ends this process's script is left for the others too."""
+    global _watching
+    if _watching:
+        return
+    _watching, before = True, sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, Exception) and SEEN not in vars(error) and dist.is_initialized():
+            _leave(None, 2, f"its script ended with {kind.__name__}: {error}")
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+_watching = False
+
+
+def agree(module: Any, inputs: dict[str, Any], mode: Any) -> None:
+    """Before anything is sent whose size depends on the shapes of a step's inputs, the first time
+    that they are these: wait until all ranks that are to have the same rows have told that theirs
+    are too. Raises MeshError, on all of these, where they are not. ``mode``: what else decides."""
+    wire, rank = module.wire, module.rank_index
+    wire.shapes = shapes = {n: list(x.shape) for n, x in inputs.items() if hasattr(x, "shape")}
+    known = (mode, *((n, *size) for n, size in shapes.items()))
+    if known in wire.agreed:
+        return
+    wire.agreements += 1
+    peers, keys, store = _of_same_rows(module), dict[int, str](), _store()
+    keys = {r: SHAPES.format(wire.number, wire.agreements, r) for r in peers}
+    text = json.dumps([str(mode), shapes])
+    store.set(keys[rank], text)
+    others = [r for r in peers if r != rank]
+    if not _come(store, [keys[r] for r in others], PATIENCE):
+        about = f"it has inputs of shapes {shapes}, as no step before, and waits for the others"
+        _leave(module, 1, about)
+        _wait(module, store, {r: keys[r] for r in others})
+        _take_back()
+    theirs = {r: store.get(keys[r]).decode() for r in others}
+    differing = {r: json.loads(x)[1] for r, x in theirs.items() if x != text}
+    if differing:
+        raise _other_shapes(shapes, differing)
+    wire.agreed.add(known)
+
+
+def _other_shapes(shapes: Any, differing: dict[int, Any]) -> MeshError:
+    told = "; ".join(f"rank {r} has {theirs}" for r, theirs in list(differing.items())[:4])
+    return MeshError(
+        message(
+            "the batch",
+            "shapes of inputs",
+            f"this rank has {shapes}; {told}",
+            "ranks that differ along pp, cp or tp alone see the same rows in every step, and send "
+            "each other what is made of them",
+            "give these ranks the same batch",
         )
+    )
+
+
+def _come(store: Any, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are there, or come in so many seconds."""
+    until = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > until:
+            return False
+        time.sleep(PAUSE)
+    return True
+
+
+def _wait(module: Any, store: Any, keys: dict[int, str]) -> None:
+    """Wait for others to agree as long as their process group would. Raises MeshError when that is
+    over, or when one of them has failed in the meantime."""
+    until = time.monotonic() + module.wire.timeout.total_seconds()
+    while not _come(store, list(keys.values()), 1.0):
+        failed = next((w for w in _words(module) if w.cause == 2 and w.rank in keys), None)
+        if failed is None and time.monotonic() < until:
+            continue
+        away = [r for r, key in keys.items() if not store.check([key])]
+        if not away:
+            return
         raise MeshError(
             message(
-                who,
-                "another rank" if rank is None else f"rank {rank}",
-                f"{type(error).__name__}: {str(error)[:300]}",
-                f"no rank can go on without the others; {why}",
-                "see the output of that rank, start all again and load the last checkpoint",
+                "the batch",
+                "shapes of inputs",
+                f"this rank has {module.wire.shapes}, as no step before; "
+                f"ranks {away[:8]} have not said so",
+                f"rank {failed.rank} failed: {failed.text}"
+                if failed is not None
+                else "they have inputs of other shapes, or do not answer; ranks that differ along "
+                "pp, cp or tp alone see the same rows in every step",
+                "give these ranks the same batch",
             )
-        ) from error
+        )
+
+
+def _of_same_rows(module: Any) -> list[int]:
+    """The ranks that are to have the same rows as this one, itself included."""
+    mesh = module.program.mesh.mesh
+
+    def place(rank: int) -> list[int]:
+        return [at for axis, at in mesh.coordinate(rank).items() if axis in DATA_AXES]
+
+    return [r for r in range(mesh.world_size) if place(r) == place(module.rank_index)]
 
 
 def _says_gone(error: Exception) -> bool:
@@ -52,24 +192,82 @@ def _says_gone(error: Exception) -> bool:
     return any(word in text for word in GONE)
 
 
+def _lost(module: Any, who: str, error: Exception) -> MeshError:
+    """What to raise where another rank is gone."""
+    word, silent = _cause(module)
+    if word is None:
+        rank = f"ranks {silent[:8]}" if silent else "another rank"
+        why = "no word of it: its process was killed or stopped, or it does not answer"
+    else:
+        rank, why = f"rank {word.rank}", word.text
+        shapes = module.wire.shapes
+        if word.cause < 2:
+            why = f"its inputs have shapes {word.shapes}, this rank's {shapes}; {why}"
+    return MeshError(
+        message(
+            who,
+            rank,
+            f"{type(error).__name__}: {str(error)[:300]}",
+            f"no rank can go on without the others; {why}",
+            "see the output of that rank, start all again and load the last checkpoint",
+        )
+    )
+
+
+def _cause(module: Any) -> tuple[Word | None, list[int]]:
+    """The word of another rank that says why ranks wait, and the ranks that left none at all."""
+    until, silent = time.monotonic() + PATIENCE, list[int]()
+    while True:
+        words = _words(module)
+        failed = [w for w in words if w.cause == 2]
+        if failed:
+            return failed[0], []
+        if time.monotonic() > until:
+            break
+        time.sleep(PAUSE)
+    mine, peers = module.wire.shapes, _of_same_rows(module)
+    unlike = [w for w in words if w.rank in peers and mine and w.shapes and w.shapes != mine]
+    unlike.sort(key=lambda w: -w.cause)
+    said = {w.rank for w in words} | {module.rank_index}
+    silent = [r for r in range(module.program.mesh.mesh.world_size) if r not in said]
+    return (unlike[0] if unlike else None), silent
+
+
+# --- the store ---
+
+#: Of this process's words those that stand.
+_left: list[int] = []
+
+
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _leave(module: Any, error: Exception) -> None:
+def _leave(module: Any, cause: int, text: str) -> None:
+    shapes = module.wire.shapes if module is not None else {}
     with contextlib.suppress(Exception):  # the one that is raised counts
-        text = f"{module.rank_index}\n{type(error).__name__}: {error}"[:4000]
-        _store().compare_set(f"autoshard/{module.calls}", "", text)
+        store = _store()
+        number = store.add(COUNT, 1)
+        word = [dist.get_rank(), cause, text[:4000], shapes]
+        store.set(WORD.format(number), json.dumps(word))
+        _left.append(number)
 
 
-def _left_by_another(module: Any) -> tuple[int, str] | None:
-    """Which rank failed first, and what it said."""
-    key, until = f"autoshard/{module.calls}", time.monotonic() + PATIENCE
+def _take_back() -> None:
+    """What this rank said is over: it has gone on."""
+    for number in _left:
+        with contextlib.suppress(Exception):
+            _store().set(WORD.format(number), "")
+    _left.clear()
+
+
+def _words(module: Any) -> list[Word]:
+    """All words of other ranks that stand, in the order in which they were left."""
+    found = []
     with contextlib.suppress(Exception):
         store = _store()
-        while time.monotonic() < until:
-            if store.check([key]):
-                rank, _, text = store.get(key).decode().partition("\n")
-                return int(rank), f"it raised {text}"
-            time.sleep(0.05)
-    return None
+        for number in range(1, store.add(COUNT, 0) + 1):
+            key = WORD.format(number)
+            if store.check([key]) and (text := store.get(key).decode()):
+                found.append(Word(*json.loads(text)))
+    return [w for w in found if w.rank != module.rank_index]

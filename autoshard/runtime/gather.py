@@ -147,9 +147,14 @@ def view_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor if length < 0 else tensor.narrow(at, start, length)
 
 
-def place(parameter: Parameter, local: torch.Tensor, mesh: SubMesh, rank: int) -> torch.Tensor:
+def place(
+    parameter: Parameter, local: torch.Tensor | None, mesh: SubMesh, rank: int, device: Any = None
+) -> torch.Tensor:
     """A whole tensor of zeros with this rank's part in it, where this rank is the first to hold it:
-    the sum over all ranks is the whole parameter."""
+    the sum over all ranks is the whole parameter. ``local``: None where it holds none of it, and
+    then the zeros are on ``device``."""
+    if local is None:
+        return torch.zeros(parameter.value.shape, dtype=parameter.value.dtype, device=device)
     kept = torch.zeros_like(local)
     coordinate, first = mesh.coordinate(rank), parameter.first_held_by(mesh, rank)
     for piece, cut in pieces(parameter, mesh, rank):
@@ -167,10 +172,11 @@ def squared_norm(module: Any) -> torch.Tensor:
     """This rank's share of the squared gradient norm: the sum over all ranks is the model's."""
     mesh = module.program.mesh
     shares, device, dtype = [], None, torch.float32
+    for parameter in module.program.parameters().values():  # the same on all ranks
+        dtype = torch.promote_types(dtype, parameter.value.dtype)
     for key, parameter in module.held_parameters().items():
         tensor = module.tensor(key)
         device = device or tensor.device
-        dtype = torch.promote_types(dtype, tensor.dtype)
         if tensor.grad is None:
             continue
         for piece, cut in pieces(parameter, mesh, module.rank_index):

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.layout import piece_lengths
 from autoshard.mesh import SubMesh
+from autoshard.runtime import turns
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,35 @@ def _imbalance(numbers: Sequence[int]) -> float:
     return max(numbers) * len(numbers) / total if total else 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a rank took note of in one micro-batch; see `Load.take`."""
+
+    counts: torch.Tensor
+    rows: int
+    sent: int
+    dropped: torch.Tensor | None
+
+
 class Load:
-    """What one rank took note of when it last ran a mixture: on its device, nothing is waited
-    for."""
+    """What one rank took note of when it last ran a mixture, in all micro-batches of a step: on its
+    device, nothing is waited for."""
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture
-        self.counts: torch.Tensor | None = None
-        self.dropped: torch.Tensor | None = None
-        self.rows = self.sent = 0
+        self.taken: dict[int, Taken] = {}  # by micro-batch: one that is computed again counts once
+
+    def begin(self) -> None:
+        """A step of several micro-batches begins: nothing of an earlier one is left."""
+        self.taken.clear()
 
     def take(
         self, counts: torch.Tensor, rows: int, sent: int, dropped: torch.Tensor | None = None
     ) -> None:
         """``counts[experts]``: slots of this rank's tokens; ``rows`` that came to its experts;
         bytes ``sent`` to other ranks; ``dropped[slots]``: which are."""
-        self.counts, self.rows, self.sent = counts.detach(), rows, sent
-        self.dropped = None if dropped is None else dropped.detach()
+        over = None if dropped is None else dropped.detach().sum()
+        self.taken[turns.turn] = Taken(counts.detach(), rows, sent, over)
 
     def share(self, mesh: SubMesh, rank: int, device: Any = None) -> torch.Tensor:
         """One row of numbers, whose sum over all ranks `loads_of` reads."""
@@ -90,11 +103,12 @@ class Load:
         out = torch.zeros(mixture.experts + 2 * ranks + 1, dtype=torch.int64, device=device)
         coordinate = mesh.coordinate(rank)
         first = all(coordinate[m] == 0 for m in mesh.axes if m not in mixture.tokens)
-        if self.counts is not None and first:  # ranks of the same tokens count them once
-            out[: mixture.experts] = self.counts
-            out[-1] = 0 if self.dropped is None else self.dropped.sum()
-        out[mixture.experts + rank] = self.rows
-        out[mixture.experts + ranks + rank] = self.sent
+        for taken in self.taken.values():
+            if first:  # ranks of the same tokens count them once
+                out[: mixture.experts] += taken.counts
+                out[-1] += 0 if taken.dropped is None else taken.dropped
+            out[mixture.experts + rank] += taken.rows
+            out[mixture.experts + ranks + rank] += taken.sent
         return out
 
 

@@ -36,15 +36,17 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def names_of(module: Any, optimizer: torch.optim.Optimizer, who: str) -> Names:
-    """The module's parameter behind each of an optimizer's; ShardingError for those of others."""
-    ours = {module.tensor(k): p for k, p in module.program.parameters().items()}
+    """The module's parameter behind each of an optimizer's; ShardingError for those of others. One
+    that stands for none of them (`ShardedModule.named_parameters`) is left out."""
+    ours = {module.tensor(k): p for k, p in module.held_parameters().items()}
+    known = {*ours, module.nothing}
     wrong = [
         f"group {at}: one of shape {tuple(p.shape)}"
         for at, group in enumerate(optimizer.param_groups)
         for p in group["params"]
-        if p not in ours
+        if p not in known
     ]
-    wrong += [f"state under {k!r:.80}" for k in optimizer.state if k not in ours]
+    wrong += [f"state under {k!r:.80}" for k in optimizer.state if k not in known]
     if wrong:
         raise ShardingError(
             message(
@@ -58,6 +60,20 @@ def names_of(module: Any, optimizer: torch.optim.Optimizer, who: str) -> Names:
     return ours
 
 
+def _of_group(group: dict[str, Any], names: Names) -> list[Parameter]:
+    """The module's parameters in a group."""
+    return [names[p] for p in group["params"] if p in names]
+
+
+def trained(module: Any, optimizer: torch.optim.Optimizer | None, who: str) -> list[str]:
+    """All names of the parameters that an optimizer has."""
+    if optimizer is None:
+        return []
+    names = names_of(module, optimizer, who)
+    found = [p for group in optimizer.param_groups for p in _of_group(group, names)]
+    return [name for p in found for own in p.own for name in own.names]
+
+
 def state_of(
     optimizer: torch.optim.Optimizer, names: Names
 ) -> tuple[Shards, dict[str, dict[str, Any]]]:
@@ -67,6 +83,8 @@ def state_of(
     state: dict[str, dict[str, Any]] = {}
     wrong = []
     for local, fields in optimizer.state.items():
+        if local not in names:
+            continue
         parameter = names[local]
         here: dict[str, Any] = {"tensors": [], "scalars": {}}
         for field, value in fields.items():
@@ -105,7 +123,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, 
         wrong += [f"group {at}: {k}={v!r:.80}" for k, v in values.items() if not _is_plain(v)]
         groups.append(
             {
-                "names": [own.name for p in group["params"] for own in names[p].own],
+                "names": [own.name for p in _of_group(group, names) for own in p.own],
                 "values": {k: _on_cpu(v) for k, v in values.items()},
             }
         )
@@ -120,6 +138,18 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, 
             )
         )
     return groups
+
+
+def unequal_groups(groups: list[dict[str, Any]]) -> list[str]:
+    """Parameters that ranks of several stages have, in groups of different hyperparameters."""
+    first: dict[str, str] = {}
+    wrong = []
+    for group in groups:
+        values = comparable(group["values"])
+        for name in group["names"]:
+            if (other := first.setdefault(name, values)) != values:
+                wrong.append(f"{name} is in a group with {other}, and in one with {values}")
+    return wrong
 
 
 def _is_plain(value: Any) -> bool:
@@ -157,15 +187,16 @@ def unmatched_groups(
     optimizer: torch.optim.Optimizer,
     names: Names,
     groups: list[dict[str, Any]],
+    trained: set[str],
 ) -> list[str]:
-    """Parameters of one optimizer only, and groups that were one and had different numbers."""
+    """Parameters of one optimizer only, and groups that were one and had different numbers.
+    ``trained``: all names of the parameters that some rank's optimizer has."""
     saved = {n: at for at, group in enumerate(groups) for n in group["names"]}
     wanted = [
-        [own for p in group["params"] for own in names[p].own] for group in optimizer.param_groups
+        [own for p in _of_group(group, names) for own in p.own] for group in optimizer.param_groups
     ]
     missing = [p.name for group in wanted for p in group if alias(p, saved) not in saved]
-    known = {n for group in wanted for p in group for n in p.names}
-    unexpected = [n for n in saved if n not in known]
+    unexpected = [n for n in saved if n not in trained]
     wrong = [f"missing in the optimizer saved {', '.join(missing)}"] if missing else []
     wrong += [f"unexpected in the optimizer saved {', '.join(unexpected)}"] if unexpected else []
     for at, group in enumerate(wanted):
@@ -183,13 +214,11 @@ def unequal_states(
 ) -> list[str]:
     """Stacks of parameters whose states, saved one by one, are not those of one parameter."""
     wrong = []
-    for local in (p for group in optimizer.param_groups for p in group["params"]):
-        found = {
-            comparable(saved.get(alias(own, saved), "none")): own.name for own in names[local].own
-        }
+    for p in (p for group in optimizer.param_groups for p in _of_group(group, names)):
+        found = {comparable(saved.get(alias(own, saved), "none")): own.name for own in p.own}
         if len(found) > 1:
             told = "; ".join(f"{name} has {state:.120}" for state, name in found.items())
-            wrong.append(f"{names[local].name} is stepped as one, and in the state saved {told}")
+            wrong.append(f"{p.name} is stepped as one, and in the state saved {told}")
     return wrong
 
 
@@ -204,7 +233,7 @@ def new_state(
     shards: Shards = {}
     for group in optimizer.param_groups:
         computes_there = bool(group.get("fused") or group.get("capturable"))
-        for local in group["params"]:
+        for local in (p for p in group["params"] if p in names):
             found = {alias(own, saved): own for own in names[local].own}
             name = next(iter(found))
             if name not in saved:
@@ -234,9 +263,10 @@ def set_groups(
     """Give groups the hyperparameters saved with the group that their parameters were in."""
     saved = {n: group["values"] for group in groups for n in group["names"]}
     for group in optimizer.param_groups:
-        if not group["params"]:
+        here = _of_group(group, names)
+        if not here:
             continue
-        values = saved[alias(names[group["params"][0]].own[0], saved)]
+        values = saved[alias(here[0].own[0], saved)]
         for field, value in values.items():
             if field in IMPLEMENTATION:
                 continue

@@ -58,8 +58,8 @@ class Engine(Protocol):
 class Alive:
     """One stage in one micro-batch, between its forward and its backward. ``received``: what came
     and needs gradients; ``edges``: where backward starts, by name; ``ones``: the gradient of what a
-    micro-batch adds to the loss, where it is made here; ``queue``: what is left for the gradients of
-    weights."""
+    micro-batch adds to the loss, where it is made here; ``queue``: what is left for the gradients
+    of weights."""
 
     received: dict[int, list[Each]]
     edges: dict[str, list[Any]]
@@ -130,17 +130,15 @@ class Runner:
                     self._backward(stage, turn, action.kind)
 
     def end(self) -> dict[str, list[Each]]:
-        """What the graph gives that is made here, by name, in every micro-batch; what is made of
-        all of them, once."""
+        """What the graph gives that is made here, by name, in every micro-batch."""
         step, found = self._step, dict[str, list[Each]]()
         for stage in self.own:
             with torch.no_grad():
-                found |= {name: [each] for name, each in self._after(stage).items()}
+                found |= self._after(stage)
+        ranks, every = range(self.engine.ranks), range(step.turns)
         for name, at in self.plan.made.items():
-            if name in found or (at is not None and at not in self.own):
-                continue
-            if (name, 0) in step.values:
-                found[name] = [step.values[name, turn] for turn in range(step.turns)]
+            if name not in found and at in self.own:
+                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in every]
         self.step = None
         return found
 
@@ -176,8 +174,8 @@ class Runner:
         for at, name in enumerate(piece.gives):
             self._step.early[name] = [of_rank[at] for of_rank in results[0]]
 
-    def _after(self, stage: int) -> dict[str, Each]:
-        """Results that are made of all micro-batches; the same in each, so those of the first."""
+    def _after(self, stage: int) -> dict[str, list[Each]]:
+        """Results that are made of all micro-batches, by name, in every one."""
         piece = self.plan.stages[stage].after
         if not piece.gives:
             return {}
@@ -188,7 +186,8 @@ class Runner:
         _, graph = self.engine.graphs(stage)
         results = turns.in_lockstep(graph, arguments, self.engine.node, self.engine.ranks)
         return {
-            name: [of_rank[at] for of_rank in results[0]] for at, name in enumerate(piece.gives)
+            name: [[of_rank[at] for of_rank in of_turn] for of_turn in results]
+            for at, name in enumerate(piece.gives)
         }
 
     def _join(self, stage: int) -> None:
@@ -199,7 +198,7 @@ class Runner:
         step.joined = True
         piece = self.plan.stages[stage].after
         with torch.enable_grad():
-            torch.autograd.backward(self._after(stage)[self.plan.seed])
+            torch.autograd.backward(self._after(stage)[self.plan.seed][0])
         made = self.plan.stages[stage].body.gives
         for name in made:
             for turn in range(step.turns if name in piece.takes else 0):
@@ -222,9 +221,9 @@ class Runner:
             for r in range(self.engine.ranks)
         ]
         queue = Queue() if splits and step.grad else None
-        with torch.set_grad_enabled(step.grad):
-            with queue.open() if queue is not None else contextlib.nullcontext():
-                results = self.engine.body(stage, arguments)
+        opened = queue.open() if queue is not None else contextlib.nullcontext()
+        with torch.set_grad_enabled(step.grad), opened:
+            results = self.engine.body(stage, arguments)
         del arguments
         made = {
             name: [of_rank[at] for of_rank in results] for at, name in enumerate(what.body.gives)
@@ -279,9 +278,9 @@ class Runner:
         found = step.grads.pop((stage, turn), {})
         roots, seeds = list[Any](), list[Any]()
         for name, edges in alive.edges.items():
-            if (grads := found.get(name)) is not None:
+            if name in found:
                 roots += edges
-                seeds += grads
+                seeds += found[name]
         alive.edges = {}
         if roots:
             torch.autograd.backward(roots, seeds)

@@ -21,7 +21,7 @@ import torch
 from autoshard.errors import ShardingError, message
 from autoshard.program import Parameter
 from autoshard.runtime import boxes, checks, gather
-from autoshard.runtime.checkpoint import kept, refuse_alone
+from autoshard.runtime.checkpoint import kept, named, refuse_alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD, SAVE = "load_pretrained", "save_pretrained"
@@ -90,35 +90,36 @@ def load(module: Any, path: Any, strict: bool = True) -> tuple[list[str], list[s
     """
     path = Path(path)
     with contextlib.ExitStack() as stack:
-        (held, sources, files, names), _ = checks.together(
+        (sources, files, names), _ = checks.together(
             module.live, LOAD, lambda: _matched(module, path, strict, stack)
         )
-        checks.together(module.live, LOAD, lambda: _read_all(module, held, sources, files))
-    module._filled(name for filled in sources for name in held[filled][0].names)
+        checks.together(module.live, LOAD, lambda: _read_all(module, sources, files))
+    every = named(module)
+    module._filled(name for filled in sources for name in every[filled].names)
     return names
 
 
 def _matched(module: Any, path: Path, strict: bool, stack: contextlib.ExitStack) -> Any:
-    """Parameters by name, their sources, the open file of every stored tensor, and the names
-    missing and unexpected. Changes nothing."""
+    """Where the value of every parameter is, by name; the open file of every stored tensor; and the
+    names missing and unexpected. Changes nothing."""
     model = module._source.model
     files = _opened(path, stack)
-    held = kept(module)
-    known = {n: p.name for p, _ in held.values() for n in p.names}
+    every = named(module)
+    known = {n: p.name for p in every.values() for n in p.names}
     found = _sources(model, list(files), known)
     sources = {
         name: next(found[n] for n in parameter.names if n in found)
-        for name, (parameter, _) in held.items()
+        for name, parameter in every.items()
         if any(n in found for n in parameter.names)
     }
     ignored = {p.name for p in module.program.values.values() if p.buffer and not p.persistent}
-    missing = [n for n in held if n not in sources]
+    missing = [n for n in every if n not in sources]
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     used = {s.stored for s in found.values()}
     used |= {n for s in found.values() if s.conversion for _, n, _ in s.conversion.stored}
     unexpected = [n for n in files if n not in used and n not in ignored]
     unexpected = _without(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    wrong = _wrong_shapes(held, sources, files, model)
+    wrong = _wrong_shapes(every, sources, files, model)
     if wrong or (strict and (missing or unexpected)):
         told = [f"missing {', '.join(missing)}"] if missing else []
         told += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
@@ -132,7 +133,7 @@ def _matched(module: Any, path: Path, strict: bool, stack: contextlib.ExitStack)
                 "the missing ones hold",
             )
         )
-    return held, sources, files, (missing, unexpected)
+    return sources, files, (missing, unexpected)
 
 
 def _without(names: list[str], patterns: Any) -> list[str]:
@@ -246,7 +247,7 @@ def _of_transformers(model: Any) -> bool:
 
 
 def _wrong_shapes(
-    held: dict[str, Any], sources: dict[str, Source], files: dict[str, Any], model: Any
+    every: dict[str, Parameter], sources: dict[str, Source], files: dict[str, Any], model: Any
 ) -> list[str]:
     """Parameters whose value on disk has another shape; conversions that cannot be done."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -264,7 +265,7 @@ def _wrong_shapes(
                 wrong.append(f"{', '.join(names)} cannot be converted to {name} ({error})")
                 continue
             shapes |= {n: tuple(v.shape) for n, v in made.items()}
-    for name, (parameter, _) in held.items():
+    for name, parameter in every.items():
         found = next((shapes[n] for n in parameter.names if n in shapes), None)
         if name in sources and found and found != tuple(parameter.value.shape):
             wrong.append(f"{name} is {found}, not {tuple(parameter.value.shape)}")
@@ -277,12 +278,12 @@ def _meta(file: Any, name: str) -> torch.Tensor:
     return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
 
 
-def _read_all(
-    module: Any, held: dict[str, Any], sources: dict[str, Source], files: dict[str, Any]
-) -> None:
-    mesh, rank = module.program.mesh, module.rank_index
+def _read_all(module: Any, sources: dict[str, Source], files: dict[str, Any]) -> None:
+    mesh, rank, held = module.program.mesh, module.rank_index, kept(module)
     waiting: dict[int, list[str]] = {}
     for name, source in sources.items():
+        if name not in held:
+            continue
         if source.conversion is not None:
             waiting.setdefault(id(source.conversion), []).append(name)
             continue
@@ -387,7 +388,7 @@ class _Attempts:
 class Group:
     """Parameters that are converted together, by name, and the transform; none for most."""
 
-    parameters: dict[str, tuple[Parameter, torch.Tensor]]
+    parameters: dict[str, tuple[Parameter, torch.Tensor | None]]
     conversion: Conversion | None = None
     renamed: Callable[[str], str] = str
 
@@ -404,13 +405,14 @@ class Group:
 
 def _plan(module: Any, model: Any) -> tuple[list[Group], list[Written]]:
     """The groups, and all tensors that they make, in the order in which they are written."""
-    held = {_stored_name(model, p): (p, local) for p, local in kept(module).values()}
-    groups = _groups(model, held)
+    held = {name: local for name, (_, local) in kept(module).items()}
+    every = {_stored_name(model, p): (p, held.get(n)) for n, p in named(module).items()}
+    groups = _groups(model, every)
     tensors, wrong = [], []
     for at, group in enumerate(groups):
         meta = {
-            n: torch.empty(p.value.shape, dtype=local.dtype, device="meta")
-            for n, (p, local) in group.parameters.items()
+            n: torch.empty(p.value.shape, dtype=p.value.dtype, device="meta")
+            for n, (p, _) in group.parameters.items()
         }
         for name, value in group.converted(model, meta).items():
             tensors.append(Written(name, tuple(value.shape), value.dtype, at))
@@ -435,7 +437,7 @@ def _stored_name(model: Any, parameter: Parameter) -> str:
     return next((n for n in parameter.names if n not in tied), parameter.name)
 
 
-def _groups(model: Any, held: dict[str, tuple[Parameter, torch.Tensor]]) -> list[Group]:
+def _groups(model: Any, every: dict[str, tuple[Parameter, torch.Tensor | None]]) -> list[Group]:
     """Parameters by the conversion that transformers reverts when it saves them."""
     renamings, converters = _reverse_transforms(model)
 
@@ -445,7 +447,7 @@ def _groups(model: Any, held: dict[str, tuple[Parameter, torch.Tensor]]) -> list
         return name
 
     groups: dict[str, Group] = {}
-    for name in sorted(held, key=_natural) if converters else held:
+    for name in sorted(every, key=_natural) if converters else every:
         target, pattern = name, None
         for converter in converters:
             target, pattern = converter.rename_source_key(name)
@@ -453,7 +455,7 @@ def _groups(model: Any, held: dict[str, tuple[Parameter, torch.Tensor]]) -> list
                 break
         key = target if pattern else f"={name}"
         group = groups.setdefault(key, Group({}, renamed=on_disk))
-        group.parameters[name] = held[name]
+        group.parameters[name] = every[name]
         if pattern is not None:
             group.conversion = group.conversion or Conversion(converter, target)
             group.conversion.stored.append((target, name, pattern))
@@ -538,18 +540,22 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return flat.view(torch.uint8).numpy().data
 
 
-def _whole(module: Any, parameter: Parameter, local: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on rank 0, bit by bit; on other ranks anything."""
+def _whole(module: Any, parameter: Parameter, local: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole tensor on rank 0, bit by bit; on other ranks anything. ``local``: None where a rank
+    holds none of it."""
     mesh, rank = module.program.mesh, module.rank_index
     stack, row = parameter.place or (parameter, None)
-    if all(at is None for at in gather.positions(stack, mesh, rank)):
-        return local if row is None else local[row]
+    cut = any(at is not None for at in gather.positions(stack, mesh, rank))
+    if parameter.held_by(mesh, 0) and not cut:
+        return local if row is None or local is None else local[row]
     import torch.distributed as dist
 
-    placed = local.new_zeros(parameter.value.shape)
+    kind = parameter.value.dtype
+    device = module._device if local is None else local.device
+    placed = torch.zeros(parameter.value.shape, dtype=kind, device=device)
     for box in boxes.written(parameter, mesh, rank, 0):
         boxes.part_of(placed, box.offsets, box.sizes).copy_(box.of(local))
-    placed = placed.to(module._device or local.device)
+    placed = placed.to(module._device or placed.device)
     # as integers: a sum of numbers would turn a -0.0 into 0.0
     dist.reduce(placed.reshape(-1).view(torch.uint8), dst=0)
     return placed

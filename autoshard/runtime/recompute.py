@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.dispatch import meeting_all
+from autoshard.runtime.split import repeatable
 
 
 def recomputed(body: Any, draws: bool, sends: bool, *inputs: Any) -> Any:
@@ -20,5 +21,5 @@ def recomputed(body: Any, draws: bool, sends: bool, *inputs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return body(*inputs)
-    body = meeting_all(body) if sends else body
+    body = repeatable(meeting_all(body) if sends else body)
     return checkpoint(body, *inputs, use_reentrant=False, preserve_rng_state=draws)

@@ -22,7 +22,7 @@ def _own_rows(module: Any, parameter: Parameter) -> dict[str, int]:
 
 
 def _stacks(module: Any) -> list[tuple[str, Parameter]]:
-    return [(k, p) for k, p in module.program.parameters().items() if p.stacked]
+    return [(k, p) for k, p in module.held_parameters().items() if p.stacked]
 
 
 def take_apart(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -2,14 +2,20 @@
 
 Both ends of a transfer post it at the same place of one order of all actions
 (`autoshard.schedule.steps`), receives ahead of use. What is sent is described once for every shape
-of the inputs: a header that says types, shapes, and what needs gradients goes ahead of it.
+of the inputs: a header that says types, shapes, and what may need gradients goes ahead of it.
+
+A receive that is posted for other numbers than are sent would end the process, or be half filled:
+the first time that inputs have some shapes, the ranks that are to have the same inputs wait for
+each other (`failures.agree`), and tags tell tensors of different shapes apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +27,7 @@ from autoshard.mesh import SubMesh
 from autoshard.outline import draws
 from autoshard.pipeline import joined, plan_of, split_inputs
 from autoshard.program import Program
-from autoshard.runtime import rng
+from autoshard.runtime import failures, rng
 from autoshard.runtime.pipeline import Each, Runner
 from autoshard.runtime.turns import on_one_rank
 from autoshard.schedule import Action, Transfer, steps
@@ -29,8 +35,6 @@ from autoshard.timeline import Event, Timeline
 
 #: How many sends may be under way for each rank of pp before the oldest is waited for.
 UNDER_WAY = 2
-#: Tensors of one route that have tags of their own.
-TAGS = 64
 
 
 def along_pipeline(mesh: SubMesh, rank: int) -> list[int]:
@@ -39,10 +43,15 @@ def along_pipeline(mesh: SubMesh, rank: int) -> list[int]:
     return [mesh.mesh.rank({**own, "pp": p}) for p in range(mesh.mesh.size("pp"))]
 
 
+_numbers = itertools.count()
+
+
 class Wire:
     """Carries values between the stages of a rank and those of others, over one process group."""
 
-    def __init__(self, group: Any, place: tuple[int, ...], position: int, device: torch.device):
+    def __init__(
+        self, group: Any, place: tuple[int, ...], position: int, device: torch.device, timeout: Any
+    ):
         self.group, self.place, self.here, self.device = group, place, position, device
         self.ranks = dist.get_process_group_ranks(group)
         self.headers: dict[Any, list[Any]] = {}
@@ -50,12 +59,22 @@ class Wire:
         self.outbox: dict[Any, list[torch.Tensor]] = {}
         self.inbox: dict[Any, tuple[list[Any], list[Any]]] = {}
         self.sent: list[tuple[Any, torch.Tensor]] = []
+        #: by source and target, for each value whether its gradient comes back
+        self.back: dict[tuple[int, int], tuple[bool, ...]] = {}
+        self.asked: dict[Any, list[bool]] = {}  # of what comes back, what has a reader
+        #: see `failures.agree`: by which number this is known; of the step that runs
+        self.number, self.timeout = next(_numbers), timeout
+        self.agreed: set[Any] = set()
+        self.agreements = 0
+        self.shapes: dict[str, list[int]] = {}
 
-    def begin(self, signatures: list[Any]) -> None:
-        """Begin a step; nothing of an earlier one that failed is left."""
-        self.signatures = signatures
-        self.outbox.clear()
-        self.inbox.clear()
+    def begin(self, signatures: list[Any], back: dict[tuple[int, int], tuple[bool, ...]]) -> None:
+        """Begin a step; nothing of an earlier one that failed is left. ``signatures``: of every
+        micro-batch what shapes depend on; ``back``: by stages that send something to another,
+        whether gradients of each value come back."""
+        self.signatures, self.back = signatures, back
+        for left in (self.outbox, self.inbox, self.asked, self.sent):
+            left.clear()
 
     def put(self, source: int, target: int, turn: int, back: bool, values: list[Each]) -> None:
         key = source, target, turn, back
@@ -64,13 +83,17 @@ class Wire:
             self.inbox[key] = [_cut_off(x) for x in given], []
         else:
             if not back:
-                self.headers[key] = [_described(x) for x in given]
+                wanted = self.back[source, target]
+                self.headers[key] = [_described(x, w) for x, w in zip(given, wanted, strict=True)]
+                self.asked[key] = [x.requires_grad for x, w in zip(given, wanted, strict=True) if w]
             self.outbox[key] = [x.detach() for x in given if isinstance(x, torch.Tensor)]
 
     def take(self, source: int, target: int, turn: int, back: bool) -> list[Each]:
         values, works = self.inbox.pop((source, target, turn, back))
         for work in works:
             work.wait()
+        if back and (asked := self.asked.pop((source, target, turn, False), None)) is not None:
+            values = list(itertools.compress(values, asked))
         return [[x] for x in values]
 
     def post(self, transfer: Transfer) -> None:
@@ -79,23 +102,22 @@ class Wire:
         route = (transfer.to, made.stage) if back else (made.stage, transfer.to)
         key = *route, made.microbatch, back
         other = self.ranks[self.place[transfer.to if transfer.sends else made.stage]]
-        tag = (made.microbatch * len(self.place) + made.stage) * len(self.place) + transfer.to
         if transfer.sends:
-            self._send(key, other, tag * TAGS)
+            self._send(key, other)
         else:
-            self._receive(key, other, tag * TAGS)
+            self._receive(key, other)
 
-    def _send(self, key: Any, other: int, tag: int) -> None:
+    def _send(self, key: Any, other: int) -> None:
         values = self.outbox.pop(key, [])
         if not key[3] and self._is_new(key, header := self.headers.pop(key)):
             dist.send_object_list([header], other, group=self.group, device=self.device)
         for i, x in enumerate(values):
             x = x.contiguous()
-            self.sent.append((dist.isend(x, other, self.group, tag + i), x))
+            self.sent.append((dist.isend(x, other, self.group, _tag(key, i, x)), x))
         while len(self.sent) > UNDER_WAY * len(self.ranks) * max(len(values), 1):
             self.sent.pop(0)[0].wait()
 
-    def _receive(self, key: Any, other: int, tag: int) -> None:
+    def _receive(self, key: Any, other: int) -> None:
         source, target, turn, back = key
         known = self.headers.get((source, target, self.signatures[turn]))
         if back:
@@ -112,7 +134,7 @@ class Wire:
                 values.append(what)
                 continue
             x = torch.empty(what, dtype=dtype, device=self.device)
-            works.append(dist.irecv(x, other, self.group, tag + at))
+            works.append(dist.irecv(x, other, self.group, _tag(key, at, x)))
             values.append(x.requires_grad_(grad and not back))
             at += 1
         if values:
@@ -127,20 +149,33 @@ class Wire:
         return new
 
     def finish(self) -> None:
-        """All that was sent has left."""
+        """All that was sent has left, and what nobody took has come."""
         for work, _ in self.sent:
             work.wait()
+        for _, works in self.inbox.values():
+            for work in works:
+                work.wait()
         self.sent.clear()
+        self.inbox.clear()
+        self.asked.clear()
 
 
 def _cut_off(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
-def _described(x: Any) -> Any:
+def _described(x: Any, back: bool) -> Any:
+    """``back``: whether a gradient of it comes back: also while what it is made of is frozen, as
+    the other end is told once."""
     if isinstance(x, torch.Tensor):
-        return "tensor", tuple(x.shape), x.dtype, x.requires_grad
+        return "tensor", tuple(x.shape), x.dtype, back
     return "object", x, None, False
+
+
+def _tag(key: Any, at: int, x: torch.Tensor) -> int:
+    """A tag that only the same tensor of a transfer has, of this shape. Two that are under way may
+    have one by chance: both ends post them in the same order."""
+    return zlib.crc32(repr((key, at, tuple(x.shape), x.dtype)).encode()) >> 1
 
 
 class OneRank:
@@ -184,6 +219,11 @@ class Line:
         clock = functools.partial(_now, module._device)
         self.runner = Runner(self.plan, own, self.engine, module.wire, clock)
         self.random = any(draws(n) for s in self.plan.stages for n in s.body.graph.nodes)
+        self.back = {
+            (at, to): tuple(name in stage.returns[to] for name in names)
+            for at, stage in enumerate(self.plan.stages)
+            for to, names in stage.sends.items()
+        }
         self._orders: dict[int, tuple[bool, list[tuple[Action | Transfer, bool]]]] = {}
         #: of the last run: actions, when each began and when it ended
         self.spans: list[tuple[Action, Any, Any]] = []
@@ -206,8 +246,12 @@ class Line:
     def run(self, inputs: dict[str, Any], count: int, syncing: bool) -> dict[str, Any]:
         """All micro-batches through this rank's stages; the results made here, by name."""
         module, wire = self.module, self.module.wire
+        mode = self.program.training, self.for_loss
+        failures.agree(module, {self.program.inputs[k]: x for k, x in inputs.items()}, mode)
         parts = split_inputs(self.program, inputs, count)
-        wire.begin([(self.for_loss, *(_shape(x) for x in part.values())) for part in parts])
+        wire.begin([(mode, *(_shape(x) for x in part.values())) for part in parts], self.back)
+        for load in module._running.loads.values():
+            load.begin()
         seed = rng.number() if self.random else None
         grad = self.for_loss
         self.engine.syncing = syncing

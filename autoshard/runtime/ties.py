@@ -1,8 +1,8 @@
 """Parameters that several stages hold: their gradients are summed once a step.
 
-Each rank that holds one has the gradient of what its own stages read. When a step has reduced these
-over the data axes, ranks with the same part of the parameter in other stages add theirs: copies then
-get the same gradient, and stay the same.
+Each rank that holds one has the gradient of what its own stages read. When a step has reduced
+these over the data axes, ranks with the same part of the parameter in other stages add theirs:
+copies then get the same gradient, and stay the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ties:
         from autoshard.runtime.staged import along_pipeline
 
         self.module, self.groups = module, list[tuple[Any, int, list[str]]]()
-        self._summed: dict[str, torch.Tensor] = {}
+        self._summed: set[str] = set()  # parameters whose .grad is a sum over these ranks
         program, rank = module.program, module.rank_index
         peers = along_pipeline(program.mesh, rank)
         by_holders: dict[tuple[int, ...], list[str]] = {}
@@ -41,28 +41,32 @@ class Ties:
         for _, index, keys in self.groups:
             for key in keys:
                 grad = self.module.tensor(key).grad
-                if index and grad is not None and self._summed.get(key) is grad:
+                if index and grad is not None and key in self._summed:
                     grad.zero_()
         self._summed.clear()
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum over the ranks that hold the same part; every rank of these calls it."""
+        """Sum over the ranks that hold the same part; every rank of these calls it. A parameter
+        without a gradient on some of them counts as zero there; on all, it stays without."""
         for group, _, keys in self.groups:
             tensors = [self.module.tensor(key) for key in keys]
             tensors = [t for t in tensors if t.requires_grad]
             for dtype in dict.fromkeys(t.dtype for t in tensors):
-                alike = [t for t in tensors if t.dtype == dtype]
-                grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in alike]
-                device = self.module._device
-                flat = torch.cat([g.to(device).flatten() for g in grads])
-                dist.all_reduce(flat, group=group)
-                for tensor, grad, part in zip(
-                    alike, grads, flat.split([g.numel() for g in grads]), strict=True
-                ):
-                    tensor.grad = grad.copy_(part.view_as(grad))
-        for _, _, keys in self.groups:
-            for key in keys:
-                grad = self.module.tensor(key).grad
-                if grad is not None:
-                    self._summed[key] = grad
+                self._sum(group, [t for t in tensors if t.dtype == dtype])
+            self._summed.update(key for key in keys if self.module.tensor(key).grad is not None)
+
+    def _sum(self, group: Any, tensors: list[torch.Tensor]) -> None:
+        """Sum gradients of one type in one collective, with a number each that says how many ranks
+        have one. Only a rank that lacks one looks at these: no other waits for the device."""
+        device, has = self.module._device, [t.grad is not None for t in tensors]
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+        parts = [grad.to(device).flatten() for grad in grads]
+        flags = parts[0].new_ones(len(has)) if all(has) else parts[0].new_tensor(has)
+        flat = torch.cat([*parts, flags])
+        dist.all_reduce(flat, group=group)
+        *sums, flags = flat.split([*(g.numel() for g in grads), len(has)])
+        anyone = has if all(has) else [flag > 0 for flag in flags.tolist()]
+        for tensor, grad, total, there in zip(tensors, grads, sums, anyone, strict=True):
+            if there:
+                tensor.grad = grad.copy_(total.view_as(grad))

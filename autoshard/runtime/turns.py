@@ -23,8 +23,9 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 
 def peak(x: torch.Tensor) -> torch.Tensor:
-    """The largest over the micro-batches of a step."""
-    return x
+    """The largest over the micro-batches of a step; has no gradient, as
+    `collectives.all_reduce_max`."""
+    return x.detach()
 
 
 def in_first(x: torch.Tensor) -> torch.Tensor:
@@ -34,8 +35,8 @@ def in_first(x: torch.Tensor) -> torch.Tensor:
 
 #: What needs all micro-batches, and how it is made of theirs.
 OVER_ALL: dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
-    total: lambda xs: xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0),
-    peak: lambda xs: torch.stack(list(xs)).amax(0),
+    total: lambda xs: xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0, dtype=xs[0].dtype),
+    peak: lambda xs: torch.stack([x.detach() for x in xs]).amax(0),
 }
 
 
@@ -49,11 +50,13 @@ def in_lockstep(
     ``run``: one node on all ``ranks`` of this process, whose values by node it is given. Gives
     ``[turn][rank]``: the results.
 
-    Sums over micro-batches are of one rank's; what is behind them is computed once a micro-batch,
-    alike. The objective is then that of one micro-batch, not their sum.
+    Sums over micro-batches are of one rank's; what is made of them alone is computed once, what
+    else is behind them once a micro-batch. The objective is then that of one micro-batch, not their
+    sum.
     """
     global turn
     before = turn
+    common: set[fx.Node] = set()  # the same in every micro-batch
     envs: list[list[dict[fx.Node, Any]]] = [[{} for _ in range(ranks)] for _ in arguments]
     feeds = [[iter(of_rank) for of_rank in of_turn] for of_turn in arguments]
     for node in graph.nodes:
@@ -64,10 +67,16 @@ def in_lockstep(
         elif node.op == "output":
             return [[fx.map_arg(node.args[0], here.__getitem__) for here in env] for env in envs]
         elif node.target in OVER_ALL:
+            common.add(node)
             for rank in range(ranks):
                 made = OVER_ALL[node.target]([env[rank][node.args[0]] for env in envs])
                 for env in envs:
                     env[rank][node] = made
+        elif _is_common(node, common):
+            common.add(node)
+            for rank, value in enumerate(run(node, envs[0])):
+                for env in envs:
+                    env[rank][node] = value
         else:
             for at, env in enumerate(envs):
                 turn = at
@@ -75,6 +84,12 @@ def in_lockstep(
                     here[node] = value
             turn = before
     raise AssertionError("a graph without output")
+
+
+def _is_common(node: fx.Node, common: set[fx.Node]) -> bool:
+    """Whether a node gives the same in every micro-batch."""
+    read = node.all_input_nodes
+    return bool(read) and common.issuperset(read) and node.target is not in_first
 
 
 def on_one_rank(node: fx.Node, envs: list[dict[fx.Node, Any]]) -> list[Any]:

@@ -374,8 +374,10 @@ class Forward:
         """Have weights gathered again in backward, and those that it needs next on their way."""
         here = gathering.unit.segment
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task not in (self._task, -1):
             self._task, self._at = task, _END
+            # of a part of a backward (`runtime.split`) that reduces no gradients, too
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if not self.own_loss:
             self._pass_by(here)
         if gathering.buffer is None:
