@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard import collectives
 from autoshard.collectives import Link
-from autoshard.cost import is_cut
+from autoshard.cost import BYTES_PER_SECOND, FLOPS_PER_SECOND, is_cut
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser, on_device, unfilled
 from autoshard.objective import loss_graph, no_loss
-from autoshard.outline import code_of, outlined
+from autoshard.outline import code_of, code_of_stage, outlined
 from autoshard.outputs import Output
 from autoshard.pipeline import Stage, plan_of
 from autoshard.program import Parameter, Program
@@ -42,6 +42,7 @@ from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 from autoshard.runtime.staged import Line, Wire, along_pipeline
 from autoshard.runtime.ties import Ties
+from autoshard.schedule import Costs
 from autoshard.timeline import Timeline
 
 LINKED = {
@@ -701,6 +702,21 @@ class ShardedModule(nn.Module):
             )
         return line.timeline()
 
+    def forecast(
+        self,
+        microbatches: int | None = None,
+        flops_per_second: float = FLOPS_PER_SECOND,
+        bytes_per_second: float = BYTES_PER_SECOND,
+        costs: Costs | None = None,
+        processors: int | None = None,
+    ) -> Timeline:
+        """When each stage is to run what in a `train_step` on a mesh with pp, predicted from its
+        work and from what it sends, without any process: `autoshard.forecast.forecast`."""
+        from autoshard.forecast import forecast
+
+        rates = flops_per_second, bytes_per_second
+        return forecast(self.running, microbatches, *rates, costs, processors)
+
     def _update_named(self, found: Mapping[str, Any], names: list[str]) -> None:
         with torch.no_grad():
             for key, name in zip(self.running.buffer_updates, names, strict=True):
@@ -737,8 +753,13 @@ class ShardedModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The emitted graph as Python text, and that of every recomputed block."""
-        return code_of(self.graph_module)
+        """The emitted graph as Python text, and that of every recomputed block; with pp what each
+        of the rank's stages runs before all micro-batches, in each, and after them."""
+        lines = self._running.lines
+        if not lines:
+            return code_of(self.graph_module)
+        own = lines[self.running.loss is not None].items()
+        return "\n\n".join(code_of_stage(at, s.before, s.body, s.after) for at, s in own)
 
     def weights_changed(self) -> None:
         """Call on all ranks after parameters were written through ``.data`` outside of an
@@ -946,7 +967,8 @@ class ShardedModule(nn.Module):
 
     def table(self, which: str, format: str = "simple", ranks_per_node: int | None = None) -> str:
         """A table of what was done: axes, params, graph, collectives, groups, passes, memory,
-        attention or experts. ``ranks_per_node``: that of groups then tells which cross nodes."""
+        pipeline, attention or experts. With pp, collectives, groups and memory are those of this
+        rank's stages. ``ranks_per_node``: that of groups then tells which cross nodes."""
         from autoshard.report import table
 
         return table(self, which, format, ranks_per_node)
