@@ -5,7 +5,7 @@ import itertools
 import gloo_checkpoint as checkpoints
 import pytest
 from gloo_checkpoint import ALONE, PIPELINE_MESHES
-from test_checkpoint import assert_read_and_written, assert_went_on, pretrained_jobs, ranks_of
+from test_checkpoint import assert_went_on, pretrained_jobs, ranks_of
 
 MESHES = (*(m for m in PIPELINE_MESHES if "ep" not in m), "dp=4", "dp=2,tp=2", ALONE)
 EXPERT_MESHES = ("pp=2,ep=2", "pp=2,dp=2", "dp=2,tp=2", ALONE)
