@@ -325,8 +325,6 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
-        if program.pipeline is not None:
-            plan_of(program, False)
         loads = {name: Load(mixture) for name, mixture in program.mixtures.items()}
         named = {**program.attentions, **loads}
         place = (program.mesh, self.rank_index, names, self._device, weights, named)
@@ -359,8 +357,15 @@ class ShardedModule(nn.Module):
     def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
         """Whether backward reduces gradients from here on; ``stage``: those of a stage alone."""
         self._syncing = self._store.syncing = syncing
+        self._store.reductions.reached = False
         if self._reducer is not None:
-            self._reducer.stage = stage
+            self._reducer.stage, self._reducer.reached = stage, False
+
+    def complete(self, stage: int) -> None:
+        """The last backward of a stage is done: gradients are reduced that it has not added to."""
+        if self._reducer is not None:
+            self._reducer.complete(stage)
+        self._store.complete(stage, self.units.values())
 
     @property
     def held(self) -> dict[str, Parameter]:
