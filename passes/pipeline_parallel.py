@@ -128,8 +128,8 @@ class PipelineParallel(Pass):
                 "pipeline_parallel",
                 f"the loss: {breaks}",
                 f"schedule={self.schedule!r}, microbatches {count}",
-                "there it is no sum over micro-batches (a product of two such sums is none),"
-                " so no backward may begin before all forwards are done",
+                "there it stops being a sum over micro-batches (a product of two such sums is"
+                " none), so no backward may begin before all forwards are done",
                 'pass schedule="gpipe", which runs all forwards first, or microbatches=1',
             )
         )
