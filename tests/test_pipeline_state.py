@@ -187,7 +187,9 @@ def assert_stacked_alike(results):
         for key in ("gradients", "state"):
             assert differences(got[key], want[key]) == {}
         assert difference(got["loss"], want["loss"]) == ""
-        assert [difference(a, b) for a, b in zip(got["norm"], want["norm"], strict=True)] == [""] * 2
+        assert [difference(a, b) for a, b in zip(got["norm"], want["norm"], strict=True)] == [
+            ""
+        ] * 2
     stacks = [[n for n in got["names"] if "*" in n] for got in each(results, "stacked")]
     assert stacks[0] == stacks[1] and stacks[2] == stacks[3]
     assert sorted(map(bool, stacks[::2])) == [False, True]  # held in one of two stages
