@@ -45,6 +45,22 @@ def frozen_ties() -> nn.Module:
     return model
 
 
+class Penalised(nn.Module):
+    """The last backward of its second stage adds to no gradient: all that is trained there is what
+    a penalty reads, which counts in the first micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.size = nn.Parameter(torch.linspace(-1, 1, 5))
+        for p in self.second.parameters():
+            p.requires_grad_(False)
+
+    def forward(self, x, target):
+        out = self.second(torch.tanh(self.first(x)))
+        return hw.Output(F.mse_loss(out, target) + (self.size**2).sum(), out)
+
+
 class NormedBlock(nn.Module):
     """With running statistics, and a table that nothing writes."""
 
@@ -91,6 +107,7 @@ MODELS: dict[str, Any] = {
     "deeper": (lambda: tied(8), lambda: hw.tokens(8)),
     "half frozen": (half_frozen, lambda: hw.tokens(8)),
     "frozen ties": (frozen_ties, lambda: hw.tokens(8)),
+    "penalised": (Penalised, lambda: hw.vectors(8, 16)),
     "normed": (Normed, lambda: hw.vectors(8, 16)),
     "looped": (lambda: Mixtures(Looped(), Looped()), lambda: mixture_tokens()),
     "one mixture": (lambda: Mixtures(Looped()), lambda: mixture_tokens()),

@@ -147,27 +147,32 @@ def _refuse_other_groups(module: Any, told: list[Any]) -> None:
     """Raise ShardingError where ranks that hold the same parameters have other groups of them, or
     ranks another optimizer, or none. ``told``: of every rank a `_Save.digest`."""
     mesh = module.program.mesh
+    others = [r for r, digest in enumerate(told) if digest["class"] != told[0]["class"]]
+    if others:
+        raise ShardingError(
+            message(
+                SAVE,
+                "the optimizer",
+                f"ranks {others[:8]} save {told[others[0]]['class']}, rank 0 {told[0]['class']}",
+                "the state saved is that of one optimizer, of which each rank has its part",
+                "give every rank an optimizer of the same class, or none",
+            )
+        )
     first: dict[int, Any] = {}
     for r, digest in enumerate(told):
         first.setdefault(mesh.stage(r), digest["groups"])
     differing = [r for r, digest in enumerate(told) if digest["groups"] != first[mesh.stage(r)]]
-    others = [r for r, digest in enumerate(told) if digest["class"] != told[0]["class"]]
-    if not differing and not others:
-        return
-    whom = "rank 0" if len(first) == 1 else "the first rank of their stages"
-    raise ShardingError(
-        message(
-            SAVE,
-            "the optimizer's groups" if differing else "the optimizer",
-            f"ranks {differing[:8]} have others than {whom}"
-            if differing
-            else f"ranks {others[:8]} save {told[others[0]]['class']}, rank 0 {told[0]['class']}",
-            "hyperparameters are saved once, for all ranks",
-            "give every rank the same groups, and step every rank's scheduler"
-            if differing
-            else "give every rank an optimizer of the same class, or none",
+    if differing:
+        whom = "rank 0" if len(first) == 1 else "the first rank of their stages"
+        raise ShardingError(
+            message(
+                SAVE,
+                "the optimizer's groups",
+                f"ranks {differing[:8]} have others than {whom}",
+                "hyperparameters are saved once, for all ranks",
+                "give every rank the same groups, and step every rank's scheduler",
+            )
         )
-    )
 
 
 def _run(who: str, what: str, call: Callable[[], Any]) -> None:

@@ -149,9 +149,10 @@ def _come(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _wait(module: Any, store: Any, keys: dict[int, str]) -> None:
-    """Wait for others to agree as long as their process group would. Raises MeshError when that is
-    over, or when one of them has failed in the meantime."""
-    until = time.monotonic() + module.wire.timeout.total_seconds()
+    """Wait for others to agree nearly as long as their process group would, so that they find out
+    why. Raises MeshError when that is over, or when one of them has failed in the meantime."""
+    limit = module.wire.timeout.total_seconds()
+    until = time.monotonic() + max(limit - 3 * PATIENCE, limit / 4)
     while not _come(store, list(keys.values()), 1.0):
         failed = next((w for w in _words(module) if w.cause == 2 and w.rank in keys), None)
         if failed is None and time.monotonic() < until:
@@ -176,12 +177,15 @@ def _wait(module: Any, store: Any, keys: dict[int, str]) -> None:
 
 def _of_same_rows(module: Any) -> list[int]:
     """The ranks that are to have the same rows as this one, itself included."""
-    mesh = module.program.mesh.mesh
+    place = _data_place(module, module.rank_index)
+    ranks = range(module.program.mesh.mesh.world_size)
+    return [r for r in ranks if _data_place(module, r) == place]
 
-    def place(rank: int) -> list[int]:
-        return [at for axis, at in mesh.coordinate(rank).items() if axis in DATA_AXES]
 
-    return [r for r in range(mesh.world_size) if place(r) == place(module.rank_index)]
+def _data_place(module: Any, rank: int) -> tuple[int, ...]:
+    """Where a rank is along the axes that carry rows."""
+    coordinate = module.program.mesh.mesh.coordinate(rank)
+    return tuple(at for axis, at in coordinate.items() if axis in DATA_AXES)
 
 
 def _says_gone(error: Exception) -> bool:
@@ -194,19 +198,11 @@ def _says_gone(error: Exception) -> bool:
 
 def _lost(module: Any, who: str, error: Exception) -> MeshError:
     """What to raise where another rank is gone."""
-    word, silent = _cause(module)
-    if word is None:
-        rank = f"ranks {silent[:8]}" if silent else "another rank"
-        why = "no word of it: its process was killed or stopped, or it does not answer"
-    else:
-        rank, why = f"rank {word.rank}", word.text
-        shapes = module.wire.shapes
-        if word.cause < 2:
-            why = f"its inputs have shapes {word.shapes}, this rank's {shapes}; {why}"
+    whom, why = _cause(module)
     return MeshError(
         message(
             who,
-            rank,
+            whom,
             f"{type(error).__name__}: {str(error)[:300]}",
             f"no rank can go on without the others; {why}",
             "see the output of that rank, start all again and load the last checkpoint",
@@ -214,23 +210,42 @@ def _lost(module: Any, who: str, error: Exception) -> MeshError:
     )
 
 
-def _cause(module: Any) -> tuple[Word | None, list[int]]:
-    """The word of another rank that says why ranks wait, and the ranks that left none at all."""
-    until, silent = time.monotonic() + PATIENCE, list[int]()
+def _cause(module: Any) -> tuple[str, str]:
+    """Whose fault it is, and what that rank has said."""
+    until = time.monotonic() + PATIENCE
     while True:
         words = _words(module)
         failed = [w for w in words if w.cause == 2]
         if failed:
-            return failed[0], []
+            return f"rank {failed[0].rank}", failed[0].text
         if time.monotonic() > until:
             break
         time.sleep(PAUSE)
-    mine, peers = module.wire.shapes, _of_same_rows(module)
-    unlike = [w for w in words if w.rank in peers and mine and w.shapes and w.shapes != mine]
-    unlike.sort(key=lambda w: -w.cause)
+    mine = Word(module.rank_index, 0, "", module.wire.shapes)
+    unlike = _unlike(module, [mine, *words])
+    if unlike is not None:
+        a, b = unlike
+        why = f"they are to see the same rows, and have inputs of shapes {a.shapes} and {b.shapes}"
+        return f"ranks {a.rank} and {b.rank}", why
+    waiting = [w for w in words if w.cause == 1]
+    if waiting:
+        return f"rank {waiting[0].rank}", waiting[0].text
     said = {w.rank for w in words} | {module.rank_index}
     silent = [r for r in range(module.program.mesh.mesh.world_size) if r not in said]
-    return (unlike[0] if unlike else None), silent
+    whom = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {silent[:8]}"
+    why = "it left no word: its process was killed or stopped, or it does not answer"
+    return (whom if silent else "another rank"), why
+
+
+def _unlike(module: Any, words: list[Word]) -> tuple[Word, Word] | None:
+    """Two ranks that are to have the same rows, and have inputs of other shapes."""
+    first: dict[Any, Word] = {}
+    for word in words:
+        if word.shapes:
+            other = first.setdefault(_data_place(module, word.rank), word)
+            if other.shapes != word.shapes:
+                return other, word
+    return None
 
 
 # --- the store ---
