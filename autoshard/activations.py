@@ -6,7 +6,8 @@ gradients on, under `torch.autograd.graph.saved_tensors_hooks`. The collectives'
 functions run too. Measured: the same hooks around the forward of a live module.
 
 Exact is which tensors autograd saves, and their storages, each counted once; parameters, buffers
-and inputs do not count. A fake tensor takes the same way through torch as a real one of its device:
+and inputs do not count. On a mesh with pp it is one stage in one micro-batch, and what it received
+counts too. A fake tensor takes the same way through torch as a real one of its device:
 on the CPU attention saves what its flash kernel saves, where a tensor of the meta device would get
 the formula that saves all scores. Not told are: memory that kernels use while they run, gradients,
 allocators' rounding, states of random generators (a few kB a block); and kernels that this torch
@@ -21,7 +22,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +32,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from autoshard.axes import atoms
+from autoshard.batches import batch_sizes, of_microbatch, own_sizes
 from autoshard.emit import bound
 from autoshard.objective import loss_graph
-from autoshard.outline import Run, runs
+from autoshard.outline import RECOMPUTE, Run, runs
+from autoshard.pipeline import Piece, Stage, plan_of
 from autoshard.program import Program
 from autoshard.runtime import rng
 from autoshard.runtime.sections import entries
+from autoshard.runtime.zero import release, wait_gather
 from autoshard.shapes import stated
 
 
@@ -102,6 +105,15 @@ def measured(module: Any, *args: Any, **kwargs: Any) -> int:
 # --- predicted ---
 
 
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a stage gives, and whether its gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
 @dataclass
 class Forward:
     """One run of rank 0's forward: bytes saved for backward, of recomputed blocks their inputs
@@ -109,7 +121,8 @@ class Forward:
 
     ``again``: names of the nodes that run again in backward; ``units``: of those of which backward
     reads the weights. ``by``: ``saved`` by the name of the first node that saves a tensor, or of
-    the first one of the recomputed block that reads it.
+    the first one of the recomputed block that reads it. ``gives``: of a stage, the tensors that it
+    gives, by name.
     """
 
     saved: int
@@ -117,6 +130,7 @@ class Forward:
     again: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     by: dict[str, int] = field(default_factory=dict)
+    gives: dict[str, Given] = field(default_factory=dict)
 
 
 class _Tracer(fx.Interpreter):
@@ -140,11 +154,57 @@ class _Tracer(fx.Interpreter):
 def forward(program: Program) -> Forward | None:
     """Run the forward of ``train_step`` (where there is no loss, the whole one) on fake tensors, at
     the sizes captured. None where an op needs numbers. Run once for all tables of a program."""
-    known = vars(program).get("_forward_run")
+
+    def run() -> list[Forward]:
+        return [_run(program, _flat(program), program.hints)]
+
+    found = _once(program, "_forward_run", run)
+    return None if found is None else found[0]
+
+
+def stage_forwards(program: Program) -> list[Forward] | None:
+    """The same for every stage of a mesh with pp, in one micro-batch of the rows captured."""
+    sizes = of_microbatch(program)
+    return _once(program, "_stage_runs", lambda: _run_stages(program, _stages(program), sizes))
+
+
+def backward_runs(program: Program) -> tuple[set[str], set[str]]:
+    """Names of the nodes that run again in backward (of recomputed blocks, those up to the last
+    tensor that backward needs), and of the units whose weights are gathered again there. Where
+    that cannot be told, all nodes of the blocks, and all units that are not kept."""
+    marked = {n.name for n in program.graph.nodes if RECOMPUTE in n.meta}
+    calls = program.graph.find_nodes(op="call_function", target=release)
+    freed = {str(node.args[2]) for node in calls}
+    made = _forwards(program) if marked or freed else None
+    if made is None:
+        return marked, freed
+    waits = program.graph.find_nodes(op="call_function", target=wait_gather)
+    again = {name for each in made for name in each.again}
+    read = {str(node.args[2]) for node in waits if node.name in again}
+    return again, freed & read.union(*(each.units for each in made))
+
+
+def _forwards(program: Program) -> list[Forward] | None:
+    """What the graph saves for backward, or those of all stages."""
+    if program.pipeline is not None:
+        return stage_forwards(program)
+    made = forward(program)
+    return None if made is None else [made]
+
+
+def _once(program: Program, name: str, run: Callable[[], list[Forward]]) -> list[Forward] | None:
+    known = vars(program).get(name)
     if known is None or known[0] is not program.graph_module:
-        made = _forward(program, _flat(program), program.hints)
-        known = vars(program)["_forward_run"] = program.graph_module, made
+        known = vars(program)[name] = program.graph_module, _or_none(run)
     return known[1]
+
+
+def _or_none(run: Callable[[], list[Forward]]) -> list[Forward] | None:
+    try:
+        with FakeTensorMode():
+            return run()
+    except Exception:  # whatever an op raises that has no shape without numbers, or not this one
+        return None
 
 
 def _flat(program: Program) -> fx.GraphModule:
@@ -152,6 +212,11 @@ def _flat(program: Program) -> fx.GraphModule:
     graph = loss_graph(program) if program.loss is not None else fx.Graph()
     if program.loss is None:
         graph.output(graph.graph_copy(program.graph, {}))
+    return _module(program, graph)
+
+
+def _module(program: Program, graph: fx.Graph) -> fx.GraphModule:
+    """A graph bound to rank 0, on no process group. Changes the graph."""
     for node in list(graph.nodes):
         if node.target is rng.draw:
             node.update_arg(1, ())  # a stream of one's own is seeded by a number
@@ -166,6 +231,25 @@ def _flat(program: Program) -> fx.GraphModule:
         held[name] = name
         setattr(root, name, attention)
     return fx.GraphModule(root, bound(graph, program.mesh, 0, {}, _device(program), held))
+
+
+@dataclass
+class _Stage:
+    """A stage of a plan, and its graphs bound to rank 0 of it."""
+
+    stage: Stage
+    before: fx.GraphModule
+    body: fx.GraphModule
+
+
+def _stages(program: Program) -> list[_Stage]:
+    def module(piece: Piece) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(piece.graph, {}))
+        return _module(program, graph)
+
+    stages = plan_of(program, program.loss is not None).stages
+    return [_Stage(s, module(s.before), module(s.body)) for s in stages]
 
 
 class _Unit:
@@ -189,29 +273,56 @@ class _Unit:
         pass
 
 
-def _forward(
-    program: Program, module: fx.GraphModule, sizes: dict[Any, int] | None
-) -> Forward | None:
-    try:
-        with FakeTensorMode():
-            return _traced(program, module, sizes)
-    except Exception:  # whatever an op raises that has no shape without numbers, or not this one
-        return None
+def _run(program: Program, module: fx.GraphModule, sizes: dict[Any, int]) -> Forward:
+    arguments = _arguments(program, sizes)
+    return _traced(module, list(arguments.values()))[0]
 
 
-def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | None) -> Forward:
-    device = _device(program)
-    arguments = [_argument(program, node, sizes, device) for node in _placeholders(program.graph)]
+def _run_stages(program: Program, stages: list[_Stage], sizes: dict[Any, int]) -> list[Forward]:
+    """One micro-batch through all stages, one after the other."""
+    values, found = _arguments(program, sizes), []
+    for each in stages:
+        with torch.no_grad():
+            early = each.before(*(values[name] for name in each.stage.before.takes))
+        values |= zip(each.stage.before.gives, early, strict=True)
+        received = {name: None for names in each.stage.receives.values() for name in names}
+        values |= {name: _cut_off(values[name]) for name in received}
+        arguments = [values[name] for name in each.stage.body.takes]
+        made, results = _traced(each.body, arguments, [values[name] for name in received])
+        gives = dict(zip(each.stage.body.gives, results, strict=True))
+        values |= {name: _cut_off(x) for name, x in gives.items()}
+        made.gives = {n: _given(x) for n, x in gives.items() if isinstance(x, torch.Tensor)}
+        found.append(made)
+        del results, gives
+    return found
+
+
+def _given(x: torch.Tensor) -> Given:
+    return Given(tuple(x.shape), x.dtype, x.requires_grad)
+
+
+def _cut_off(value: Any) -> Any:
+    """A value as it is when it has travelled."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _traced(
+    module: fx.GraphModule, arguments: list[Any], received: Iterable[Any] = ()
+) -> tuple[Forward, Any]:
+    """What a module saves on these arguments, those ``received`` counted, and its results."""
     tracer = _Tracer(module, recorder := Recorder())
     with recorder:
         results = tracer.run(*arguments)
     units = [v for v in vars(module).values() if isinstance(v, _Unit)]
+    kept = _storages(received)
     held = _storages(arguments) | {k: s for unit in units for k, s in unit.storages.items()}
+    held = {k: s for k, s in held.items() if k not in kept}
     read: set[str] = set()
     of = {node: run for run in tracer.blocks for node in run.nodes}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    kept: dict[int, Any] = {}
-    first: dict[int, fx.Node] = {}  # that saves each of these
+    first: dict[int, fx.Node] = {}  # that saves each of those kept, or reads it for a block
     inside: dict[int, dict[int, Any]] = {}
     for saved in sorted(recorder.saved(), key=lambda s: order[s.node]):  # type: ignore[index]
         run, key = of.get(saved.node), saved.storage._cdata  # type: ignore[arg-type]
@@ -221,23 +332,23 @@ def _traced(program: Program, module: fx.GraphModule, sizes: dict[Any, int] | No
         else:
             inside.setdefault(id(run), {})[key] = saved.storage
             new = tracer.inputs[id(run)]
-        for key in new.keys() - kept.keys():
+        for key in new.keys() - first.keys():
             kept[key] = new[key]
             first[key] = saved.node if run is None else run.nodes[0]  # type: ignore[assignment]
     by: collections.Counter[str] = collections.Counter()
-    for key in kept.keys() - held.keys():
+    for key in first.keys() - held.keys():
         by[first[key].name] += kept[key].nbytes()
-    del results
     for unit in units:
         unit.storages.clear()
     again = [run for run in tracer.blocks if id(run) in inside]
-    return Forward(
+    made = Forward(
         _bytes(kept, held),
         [_bytes(inside[id(run)], {**held, **tracer.inputs[id(run)]}) for run in again],
         {name for run in again for name in _again(run, recorder)},
         read,
         dict(by),
     )
+    return made, results
 
 
 def _again(run: Run, recorder: Recorder) -> Iterator[str]:
@@ -250,16 +361,19 @@ def _again(run: Run, recorder: Recorder) -> Iterator[str]:
             return
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
 def _device(program: Program) -> torch.device:
     """Where the program will run, as far as is known."""
     if program.mesh.mesh.device_mesh is not None:
         return torch.device(program.mesh.mesh.device_mesh.device_type)
     kinds = {p.value.device.type for p in program.values.values()} - {"meta"}
     return torch.device(min(kinds, default="cpu"))
+
+
+def _arguments(program: Program, sizes: dict[Any, int]) -> dict[str, Any]:
+    """Fake tensors for the placeholders of a program's graph, by name."""
+    device = _device(program)
+    nodes = program.graph.find_nodes(op="placeholder")
+    return {node.name: _argument(program, node, sizes, device) for node in nodes}
 
 
 def _argument(
@@ -296,53 +410,81 @@ def predicted(program: Program) -> Prediction | None:
     exactly, and checked at one more. A size that cannot grow, or with too many of them all but the
     batch, stays at its captured value. None where no number is known."""
     module = _flat(program)
-    batch = [s for s in _batch_sizes(program) if s in program.hints]
+
+    def run(sizes: dict[Any, int]) -> list[Forward] | None:
+        if sizes == program.hints:
+            known = forward(program)
+            return None if known is None else [known]
+        return _or_none(lambda: [_run(program, module, sizes)])
+
+    found = _in_forms(program, run) or run(own_sizes(program))
+    return None if found is None else _largest(program, found)[0]
+
+
+def predicted_stages(program: Program) -> list[Prediction] | None:
+    """The same for every stage of a mesh with pp, in one micro-batch: polynomials of its rows; all
+    numbers, for the rows captured, where some polynomial does not give these."""
+    exact, stages = stage_forwards(program), _stages(program)
+    if exact is None:
+        return None
+
+    def run(sizes: dict[Any, int]) -> list[Forward] | None:
+        return _or_none(lambda: _run_stages(program, stages, sizes))
+
+    forms, sizes = _in_forms(program, run), of_microbatch(program)
+    if forms is None or any(
+        sympy.sympify(form.saved).xreplace(sizes) != known.saved
+        for form, known in zip(forms, exact, strict=True)
+    ):
+        forms = exact
+    return _largest(program, forms)
+
+
+def _largest(program: Program, found: list[Forward]) -> list[Prediction]:
+    """Of each what is saved, and of the block that is largest at the captured sizes."""
+    made = []
+    for each in found:
+        blocks = {sympy.sympify(f).xreplace(program.hints): f for f in dict.fromkeys(each.blocks)}
+        made.append(Prediction(each.saved, blocks[max(blocks)] if blocks else 0))
+    return made
+
+
+def _in_forms(
+    program: Program, run: Callable[[dict[Any, int]], list[Forward] | None]
+) -> list[Forward] | None:
+    """What ``run`` gives, with closed forms of the dynamic sizes in place of bytes; None where
+    there are none."""
+    batch = [s for s in batch_sizes(program) if s in program.hints]
+    base = run(program.hints)
+    if base is None:
+        return None
+
+    def numbers(sizes: dict[Any, int]) -> list[int] | None:
+        found = base if sizes == program.hints else run(sizes)
+        return None if found is None else [n for f in found for n in (f.saved, *f.blocks)]
+
     for symbols in ([*program.hints], batch):
         if 0 < len(symbols) <= MOST_SIZES:
-            forms = _forms(program, module, symbols, batch)
+            forms = _forms(program, numbers, symbols, batch)
             if forms is not None:
-                return _largest(program, forms)
-    # the captured batch is that of all data ranks (of which forms are made: a row alone is special)
-    own = {s: -(-program.hints[s] // _data_ranks(program)) for s in batch}
-    made = _forward(program, module, {**program.hints, **own})
-    return None if made is None else _largest(program, [made.saved, *made.blocks])
-
-
-def _largest(program: Program, forms: list[Any]) -> Prediction:
-    """The forms of what is saved, and of the block that is largest at the captured sizes."""
-    saved, *blocks = forms
-    found = {sympy.sympify(form).xreplace(program.hints): form for form in set(blocks)}
-    return Prediction(saved, found[max(found)] if found else 0)
-
-
-def _data_ranks(program: Program) -> int:
-    over = {m for a in program.assignments if a.axis.role == "batch" for m in a.mesh_axes}
-    return program.mesh.size(tuple(m for m in program.mesh.axes if m in over))
-
-
-def _batch_sizes(program: Program) -> list[Any]:
-    found = (
-        axis.size
-        for node in _placeholders(program.graph)
-        for dim in program.dims.get(node, ())
-        for axis in atoms(dim)
-        if axis.role == "batch"
-    )
-    return list(dict.fromkeys(found))
+                left = iter(forms)
+                return [Forward(next(left), [next(left) for _ in f.blocks]) for f in base]
+    return None
 
 
 def _forms(
-    program: Program, module: fx.GraphModule, symbols: list[Any], batch: list[Any]
+    program: Program,
+    run_at: Callable[[dict[Any, int]], list[int] | None],
+    symbols: list[Any],
+    batch: list[Any],
 ) -> list[Any] | None:
-    """What is saved, and by each block, as polynomials of these sizes; the lowest that fit."""
+    """The numbers that ``run_at`` gives as polynomials of these sizes; the lowest that fit."""
     hints = program.hints
 
     @functools.cache
     def run(times: tuple[int, ...]) -> list[int] | None:
         grown = {s: hints[s] * t for s, t in zip(symbols, times, strict=True)}
-        alike = set(times) == {1}
-        made = forward(program) if alike else _forward(program, module, {**hints, **grown})
-        return None if made is None else [made.saved, *made.blocks]
+        return run_at({**hints, **grown})
 
     for degree in (1, 2):
         powers = list(itertools.product(*(range(2 if s in batch else degree + 1) for s in symbols)))

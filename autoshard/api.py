@@ -74,8 +74,9 @@ def autoshard(
     parameters themselves keep theirs. reduce_dtype: that of gradients on their way (default: the
     parameters' own).
     microbatches: on a mesh with pp, in how many pieces a rank's rows go through the stages; None:
-    the largest divisor of their number up to four a rank of pp, as found in the first step, of all
-    ranks the fewest. Losses and gradients are those of the whole batch.
+    the largest divisor of their number up to four a rank of pp (where that is few, as many uneven
+    ones), as found in the first step, of all ranks the fewest. Losses and gradients are those of
+    the whole batch.
     schedule: the order in which ranks run their stages: "gpipe", "1f1b", "interleaved" (several
     stages a rank), "zb" (ZB-H1: gradients of weights fill the bubble), "dualpipev" (two stages a
     rank, in a V). chunks: stages a rank, of "interleaved".

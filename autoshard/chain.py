@@ -68,6 +68,7 @@ def _counts(program: Program) -> dict[str, int]:
         "values with known axes": len(program.dims),
         "assignments": len(program.assignments),
         "collectives": len(program.conversions),
+        "stages": program.pipeline.stages if program.pipeline is not None else 1,
         "parameters cut": sum(is_cut(p.layout) for p in program.parameters().values()),
         "blocks recomputed": len({b for n in program.graph.nodes if (b := n.meta.get(RECOMPUTE))}),
         "nodes recomputed": sum(RECOMPUTE in n.meta for n in program.graph.nodes),

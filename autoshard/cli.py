@@ -19,10 +19,15 @@ from torch import nn
 from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
+from autoshard.schedule import NAMES
 
-TABLES = tuple("axes params graph collectives groups passes memory attention experts".split())
+TABLES = tuple(
+    "axes params graph collectives groups passes memory attention experts pipeline".split()
+)
 #: What ``inspect`` prints when no table is named: all but the longest.
 DEFAULT_TABLES = ("axes", "params", "attention", "collectives", "memory", "passes")
+#: Options of a pipeline, as `autoshard` and `verify` call them.
+IN_STAGES = ("schedule", "microbatches", "stages", "chunks")
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
 
 EPILOG = """\
@@ -72,16 +77,25 @@ def inspect(arguments: argparse.Namespace) -> int:
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
+        **_in_stages(arguments),
     )
+    if arguments.timeline is not None:
+        sharded.forecast().save(arguments.timeline)
     say("making tables")
     shown = sharded if arguments.rank is None else sharded.rank(arguments.rank)
     if not arguments.table:
         print(shown, end="\n\n")
     usual = [*DEFAULT_TABLES, *(["experts"] if sharded.program.mixtures else [])]
+    usual += ["pipeline"] if sharded.program.pipeline is not None else []
     usual += ["groups"] if arguments.ranks_per_node is not None else []
     for name in arguments.table or usual:
         _print_table(shown, name, arguments.format, arguments.ranks_per_node)
     return EXIT_OK
+
+
+def _in_stages(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of a pipeline."""
+    return {name: getattr(arguments, name) for name in IN_STAGES}
 
 
 def prove(arguments: argparse.Namespace) -> int:
@@ -99,6 +113,7 @@ def prove(arguments: argparse.Namespace) -> int:
         strict=arguments.strict,
         zero=arguments.zero,
         recompute=arguments.recompute,
+        **_in_stages(arguments),
     )
     print(report.table(limit=None if arguments.all else 0), report.verdict, sep="\n\n")
     return EXIT_OK if report.ok else EXIT_MISMATCH
@@ -265,6 +280,12 @@ def _add_inspect(commands: Any) -> None:
         metavar="N",
         help="of how many ranks a node is: the table of groups tells which cross nodes",
     )
+    command.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="with pp: write when each stage is to run what, as a picture (FILE.svg) or a trace "
+        "for Perfetto (FILE.json)",
+    )
 
 
 def _add_verify(commands: Any) -> None:
@@ -329,6 +350,27 @@ def _add_model(command: Any) -> None:
         help="what backward computes again, in place of keeping it",
     )
     command.add_argument("--strict", action="store_true", help="refuse axes that do not divide")
+    command.add_argument(
+        "--schedule",
+        default="1f1b",
+        choices=NAMES,
+        help="the order in which ranks run their stages, on a mesh with pp",
+    )
+    command.add_argument(
+        "--microbatches",
+        type=_positive,
+        metavar="M",
+        help="in how many pieces a rank's rows go through the stages (default: up to 4 for each "
+        "rank of pp)",
+    )
+    command.add_argument(
+        "--stages",
+        metavar="TEXT",
+        help="what is in each, e.g. 'embed,layers.0-3|layers.4-7,head' (default: balanced)",
+    )
+    command.add_argument(
+        "--chunks", type=_positive, metavar="V", help="stages a rank, of --schedule interleaved"
+    )
 
 
 def _positive(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -11,7 +12,7 @@ from autoshard.axes import Axis, leaves
 from autoshard.collectives import ON_WIRE, TABLE
 from autoshard.layout import cut_axes
 from autoshard.mesh import SubMesh
-from autoshard.program import Conversion, Parameter, Program
+from autoshard.program import Conversion, Parameter, Program, stages_of_parameters
 from autoshard.runtime.buckets import BUCKET_BYTES, in_order_of_gradients
 from autoshard.runtime.gather import Piece, reductions
 
@@ -47,6 +48,10 @@ def wire_bytes(kind: str, whole_bytes: Any, ranks: int) -> Any:
     return sympy.Rational(times, ranks) * whole_bytes
 
 
+#: What a GPU of today does of products in bfloat16 (so measured; its data sheet says more), and
+#: what goes from node to node over one port.
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 3e14, 2.5e10
+
 #: Bytes of the smallest type that sums of gradients are kept in, on their way round a ring.
 SUMMED = 4
 
@@ -75,23 +80,44 @@ def conversion_bytes(conversion: Conversion, mesh: SubMesh) -> tuple[Any, Any]:
 FLAG_BYTES = 4
 
 
-def gradient_buckets(program: Program) -> list[tuple[tuple[str, ...], int, set[str]]]:
-    """The buckets that `runtime.buckets.Reducer` fills on rank 0: mesh axes summed over, bytes,
-    and the parameters with a part in each."""
-    buckets: list[tuple[tuple[str, ...], int, set[str]]] = []
-    last: dict[Any, int] = {}
+@dataclass
+class GradientBucket:
+    """Gradients of a ``stage`` that are summed together: over which mesh axes, their bytes on a
+    rank, and the placeholders of the parameters with a part in it."""
+
+    stage: int | None
+    axes: tuple[str, ...]
+    bytes: int = 0
+    keys: set[str] = field(default_factory=set)
+
+
+def gradient_buckets(program: Program, position: int = 0) -> list[GradientBucket]:
+    """The buckets that `runtime.buckets.Reducer` fills on the first rank at a position along
+    pp."""
+    buckets: list[GradientBucket] = []
+    last: dict[Any, GradientBucket] = {}
+    stages = stages_of_parameters(program)
     for key in in_order_of_gradients(program):
         parameter = program.values[key]
+        if not held_at(parameter, position):
+            continue
+        own = [s for s in stages.get(key, ()) if program.pipeline.place[s] == position]
+        stage = min(own, default=None)
         for piece in reductions(parameter, program.mesh):
-            kind = piece[3], parameter.value.dtype, parameter.value.device
-            at = last.get(kind)
-            if at is None or buckets[at][1] >= BUCKET_BYTES:
-                at = last[kind] = len(buckets)
-                buckets.append((piece[3], 0, set()))
-            axes, size, keys = buckets[at]
-            size += _piece_numel(parameter, piece, program.mesh) * parameter.value.element_size()
-            buckets[at] = axes, size, keys | {key}
+            kind = stage, piece[3], parameter.value.dtype, parameter.value.device
+            bucket = last.get(kind)
+            if bucket is None or bucket.bytes >= BUCKET_BYTES:
+                bucket = last[kind] = GradientBucket(stage, piece[3])
+                buckets.append(bucket)
+            numel = _piece_numel(parameter, piece, program.mesh)
+            bucket.bytes += numel * parameter.value.element_size()
+            bucket.keys.add(key)
     return buckets
+
+
+def held_at(parameter: Parameter, position: int) -> bool:
+    """Whether ranks at a position along pp hold any of a parameter."""
+    return parameter.holders is None or position in parameter.holders
 
 
 def _piece_numel(parameter: Parameter, piece: Piece, mesh: SubMesh) -> int:

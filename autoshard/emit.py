@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard import collectives
 from autoshard.collectives import Link
-from autoshard.cost import is_cut
+from autoshard.cost import BYTES_PER_SECOND, FLOPS_PER_SECOND, is_cut
 from autoshard.errors import MeshError, ShardingError, message
 from autoshard.layout import R, local_indices
 from autoshard.mesh import SubMesh
 from autoshard.meta import Initialiser, on_device, unfilled
 from autoshard.objective import loss_graph, no_loss
-from autoshard.outline import code_of, outlined
+from autoshard.outline import code_of, code_of_stage, outlined
 from autoshard.outputs import Output
 from autoshard.pipeline import Stage, plan_of
 from autoshard.program import Parameter, Program
@@ -42,6 +42,7 @@ from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 from autoshard.runtime.staged import Line, Wire, along_pipeline
 from autoshard.runtime.ties import Ties
+from autoshard.schedule import Costs
 from autoshard.timeline import Timeline
 
 LINKED = {
@@ -324,8 +325,6 @@ class ShardedModule(nn.Module):
         names = {axes: group.group_name for axes, group in groups.items()}
         self._store.groups.update(groups)
         weights = zero.weights_of(program, self._store)
-        if program.pipeline is not None:
-            plan_of(program, False)
         loads = {name: Load(mixture) for name, mixture in program.mixtures.items()}
         named = {**program.attentions, **loads}
         place = (program.mesh, self.rank_index, names, self._device, weights, named)
@@ -358,8 +357,15 @@ class ShardedModule(nn.Module):
     def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
         """Whether backward reduces gradients from here on; ``stage``: those of a stage alone."""
         self._syncing = self._store.syncing = syncing
+        self._store.reductions.reached = False
         if self._reducer is not None:
-            self._reducer.stage = stage
+            self._reducer.stage, self._reducer.reached = stage, False
+
+    def complete(self, stage: int) -> None:
+        """The last backward of a stage is done: gradients are reduced that it has not added to."""
+        if self._reducer is not None:
+            self._reducer.complete(stage)
+        self._store.complete(stage, self.units.values())
 
     @property
     def held(self) -> dict[str, Parameter]:
@@ -701,6 +707,21 @@ class ShardedModule(nn.Module):
             )
         return line.timeline()
 
+    def forecast(
+        self,
+        microbatches: int | None = None,
+        flops_per_second: float = FLOPS_PER_SECOND,
+        bytes_per_second: float = BYTES_PER_SECOND,
+        costs: Costs | None = None,
+        processors: int | None = None,
+    ) -> Timeline:
+        """When each stage is to run what in a `train_step` on a mesh with pp, predicted from its
+        work and from what it sends, without any process: `autoshard.forecast.forecast`."""
+        from autoshard.forecast import forecast
+
+        rates = flops_per_second, bytes_per_second
+        return forecast(self.running, microbatches, *rates, costs, processors)
+
     def _update_named(self, found: Mapping[str, Any], names: list[str]) -> None:
         with torch.no_grad():
             for key, name in zip(self.running.buffer_updates, names, strict=True):
@@ -737,8 +758,13 @@ class ShardedModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The emitted graph as Python text, and that of every recomputed block."""
-        return code_of(self.graph_module)
+        """The emitted graph as Python text, and that of every recomputed block; with pp what each
+        of the rank's stages runs before all micro-batches, in each, and after them."""
+        lines = self._running.lines
+        if not lines:
+            return code_of(self.graph_module)
+        own = lines[self.running.loss is not None].items()
+        return "\n\n".join(code_of_stage(at, s.before, s.body, s.after) for at, s in own)
 
     def weights_changed(self) -> None:
         """Call on all ranks after parameters were written through ``.data`` outside of an
@@ -946,7 +972,8 @@ class ShardedModule(nn.Module):
 
     def table(self, which: str, format: str = "simple", ranks_per_node: int | None = None) -> str:
         """A table of what was done: axes, params, graph, collectives, groups, passes, memory,
-        attention or experts. ``ranks_per_node``: that of groups then tells which cross nodes."""
+        pipeline, attention or experts. With pp, collectives, groups and memory are those of this
+        rank's stages. ``ranks_per_node``: that of groups then tells which cross nodes."""
         from autoshard.report import table
 
         return table(self, which, format, ranks_per_node)

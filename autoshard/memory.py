@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from autoshard.cost import local_numel, shard_numel
+from autoshard.cost import held_at, local_numel, shard_numel
 from autoshard.program import Program, Unit
 from autoshard.runtime import optimizers
 from autoshard.runtime.sections import entries
 from autoshard.runtime.zero import release
+from autoshard.traffic import stages_at
 
 #: Numbers of its own that AdamW keeps of an element.
 STATES = 2
@@ -43,9 +44,10 @@ class Held:
     host: bool = False
 
 
-def predicted(program: Program) -> list[Held]:
-    """What a rank holds between steps and, in the last row, at most in between. Gradients stand
-    for those after a backward; whole ones for what `no_sync` accumulates in their place."""
+def predicted(program: Program, position: int = 0) -> list[Held]:
+    """What a rank holds between steps and, in the last row, at most in between; ``position``: along
+    pp. Gradients stand for those after a backward; whole ones for what `no_sync`, or the
+    micro-batches of a step, accumulate in their place."""
     mesh, host = program.mesh, program.offload
     units = {key: unit for unit in program.units.values() for key in unit.keys}
     rows = {what: Held(what, 0, 0, host) for what in ROWS}
@@ -54,35 +56,42 @@ def predicted(program: Program) -> list[Held]:
         size, unit = p.value.element_size(), units.get(key)
         whole, shard = p.value.numel() * size, shard_numel(p, mesh) * size
         weights = local_numel(p, mesh) * (unit.dtype.itemsize if unit else size)
-        alias = unit is not None and unit.keep and not host and unit.dtype == p.value.dtype
+        keep = unit is not None and unit.keep and not unit.for_step
+        alias = unit is not None and keep and not host and unit.dtype == p.value.dtype
         rows["parameters"].whole += whole
-        rows["parameters"].rank += weights if alias else shard
-        if unit is not None and unit.keep and not alias:
-            rows["weights kept whole"].rank += weights
         if p.trainable:
             rows["gradients"].whole += whole
-            rows["gradients"].rank += shard
             rows["optimizer state"].whole += STATES * whole
+        if not held_at(p, position):
+            continue
+        rows["parameters"].rank += weights if alias else shard
+        if keep and not alias:
+            rows["weights kept whole"].rank += weights
+        if p.trainable:
+            rows["gradients"].rank += shard
             rows["optimizer state"].rank += STATES * shard
             if unit is not None and unit.whole_gradients and unit.axes:
                 rows["whole gradients"].rank += local_numel(p, mesh) * size
     found = [row for row in rows.values() if row.rank or row.whole]
-    return [*found, Held(GATHERED, 0, gathered_peak(program))] if units else found
+    return [*found, Held(GATHERED, 0, gathered_peak(program, position))] if units else found
 
 
-def gathered_peak(program: Program) -> int:
+def gathered_peak(program: Program, position: int = 0) -> int:
     """The most bytes of gathered weights at one time: of a segment, and of the next one that
-    arrives meanwhile; where weights are kept, what they pass through on their way."""
+    arrives meanwhile; where weights are kept, what they pass through on their way; where they are
+    for a step, those of all segments."""
     weights: dict[int, int] = {}
     moved: dict[int, int] = {}  # what arrives is not yet in its place
-    for unit in program.units.values():
+    own = stages_at(program, position)
+    for unit in (u for u in program.units.values() if u.stage in own):
         if not (
             unit.keep and unit.dtype == program.values[unit.keys[0]].value.dtype and not unit.axes
         ):
             found, ranks = entries(unit, program, 0), program.mesh.size(unit.axes)
             flat = ranks * sum(e.numel for e in found) * unit.dtype.itemsize
             alone = len(found) == 1 and not unit.keep  # it stays where it arrives
-            stays = 0 if unit.keep else flat if alone else unit_bytes(program, unit)
+            keep = unit.keep and not unit.for_step
+            stays = 0 if keep else flat if alone else unit_bytes(program, unit)
             weights[unit.segment] = weights.get(unit.segment, 0) + stays
             moved[unit.segment] = moved.get(unit.segment, 0) + (0 if alone else flat)
     released = program.graph.find_nodes(op="call_function", target=release)

@@ -139,3 +139,17 @@ def code_of(module: fx.GraphModule) -> str:
     """The Python text of an emitted graph, and below it that of its recomputed blocks."""
     inner = [(n, m.code) for n, m in module.named_children() if isinstance(m, fx.GraphModule)]
     return "\n\n".join([module.code, *(f"# {name}:\n{code}" for name, code in inner)])
+
+
+def code_of_stage(stage: int, before: fx.Graph, body: fx.GraphModule, after: fx.Graph) -> str:
+    """The Python text of what a stage of a pipeline runs; graphs that make nothing are left out."""
+    texts = {
+        "before all micro-batches": _text(before),
+        "in each micro-batch": code_of(body),
+        "after all micro-batches": _text(after),
+    }
+    return "\n\n".join(f"# stage {stage}, {when}:\n{text}" for when, text in texts.items() if text)
+
+
+def _text(graph: fx.Graph) -> str:
+    return graph.python_code("self").src if graph.output_node().args[0] else ""

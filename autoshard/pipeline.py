@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autoshard.axes import Axis, atoms
+from autoshard.axes import Axis, atoms, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
 from autoshard.objective import loss_graph
 from autoshard.outline import RECOMPUTE, draws
 from autoshard.program import STAGE, Program, module_path, tensor_results
+from autoshard.runtime.split import deferring
 from autoshard.runtime.turns import OVER_ALL, total
 from autoshard.runtime.zero import release, start_gather, wait_gather
 from autoshard.schedule import Schedule, schedule
@@ -80,8 +81,11 @@ class Pipeline:
         return self.microbatches or self.most(rows)
 
     def most(self, rows: int) -> int:
-        """How many micro-batches to make of so many rows of a rank, when nothing says."""
-        return max(m for m in range(1, min(rows, 4 * self.ranks) + 1) if rows % m == 0)
+        """How many micro-batches to make of so many rows of a rank, when nothing says: a divisor of
+        their number, unless the largest one leaves most of the pipeline idle."""
+        most = max(min(rows, 4 * self.ranks), 1)
+        even = max(m for m in range(1, most + 1) if rows % m == 0)
+        return even if 2 * even > most or even >= 2 * self.ranks else most
 
 
 @dataclass
@@ -98,7 +102,8 @@ class Piece:
 class Stage:
     """What one stage runs. ``receives``: of every stage that sends it something, the values;
     ``sends``: of every stage that it sends something; ``returns``: of these the ones of which a
-    gradient may come back."""
+    gradient may come back; ``varying``: to which stages it sends tensors whose sizes depend on more
+    than the shapes of inputs."""
 
     before: Piece
     body: Piece
@@ -106,6 +111,7 @@ class Stage:
     receives: dict[int, tuple[str, ...]]
     sends: dict[int, tuple[str, ...]]
     returns: dict[int, tuple[str, ...]]
+    varying: tuple[int, ...] = ()
 
     @property
     def pieces(self) -> tuple[Piece, Piece, Piece]:
@@ -190,6 +196,7 @@ class Planner:
         self.sums = sums_of(program, graph, self.stage)
         self.early, self.late = self.sums.early, self.sums.late
         self.trained = self._trained() if for_loss else set()
+        self.dims = {node.name: dims for node, dims in program.dims.items()}
 
     def _stage(self, node: fx.Node) -> int | None:
         if node.target in (start_gather, wait_gather, release):
@@ -230,6 +237,8 @@ class Planner:
             for piece in (before, after):
                 _unmark(piece)
             sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
+            if self.for_loss and self._splits():
+                self._leave_weights(body)
             stages.append(
                 Stage(
                     before,
@@ -238,6 +247,7 @@ class Planner:
                     {a: tuple(n.name for n in ns) for (a, b), ns in crossing.items() if b == s},
                     {b: tuple(n.name for n in ns) for b, ns in sends.items()},
                     {b: tuple(n.name for n in ns if n in self.trained) for b, ns in sends.items()},
+                    tuple(b for b, ns in sends.items() if any(map(self._varies, ns))),
                 )
             )
         return Plan(
@@ -249,6 +259,17 @@ class Planner:
             once,
             joint,
         )
+
+    def _splits(self) -> bool:
+        """Whether the schedule has gradients of weights apart from those of inputs."""
+        pipeline = self.program.pipeline
+        return pipeline.scheduled(pipeline.ranks).splits
+
+    def _leave_weights(self, body: Piece) -> None:
+        held = self.program.values
+        trained = {n for n in body.takes if n in held and held[n].trainable}
+        fixed = {n for n in body.takes if n in held and n not in trained}
+        deferring(body.graph, trained, fixed)
 
     def _trained(self) -> set[fx.Node]:
         """What is made of parameters that were trainable when the model was captured."""
@@ -263,6 +284,16 @@ class Planner:
                 if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
                     found.add(node)
         return found
+
+    def _varies(self, node: fx.Node) -> bool:
+        """Whether a size of a node's result depends on the data."""
+        dims, known = self.dims.get(node.name), set(self.program.hints)
+        if not isinstance(dims, tuple):
+            return False
+        axes = [a for dim in dims for a in leaves(dim)]
+        return any(
+            a.role == "ragged" or not getattr(a.size, "free_symbols", set()) <= known for a in axes
+        )
 
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early

@@ -208,6 +208,9 @@ def stages_of_parameters(program: Program) -> dict[str, set[int]]:
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name in program.values:
             found[node.name] = {u.meta[STAGE] for u in node.users if STAGE in u.meta}
+    for unit in program.units.values():
+        for key in unit.keys:
+            found[key].add(unit.stage)
     return found
 
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 import collections
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import sympy
 from tabulate import tabulate, tabulate_formats
 from torch import fx
 
 from autoshard import attentions, memory
-from autoshard.activations import forward, predicted
+from autoshard.activations import backward_runs, predicted, predicted_stages
 from autoshard.axes import Axis, atoms, describe
+from autoshard.batches import each, microbatch_count
 from autoshard.collectives import TABLE
 from autoshard.cost import (
     FLAG_BYTES,
     WIRE,
     conversion_bytes,
     gradient_buckets,
+    held_at,
     local_shape,
     shard_numel,
     shard_shape,
@@ -34,32 +35,59 @@ from autoshard.cost import (
 from autoshard.groups import crosses, groups, listed, refuse_no_number, warning
 from autoshard.infer import expression
 from autoshard.layout import describe_layout
+from autoshard.mesh import MICROBATCHES
 from autoshard.outline import RECOMPUTE
-from autoshard.program import Conversion, Parameter, Program, gathered_weight, module_path
+from autoshard.pipeline_table import alive, pipeline_table
+from autoshard.program import (
+    STAGE,
+    Conversion,
+    Parameter,
+    Program,
+    gathered_weight,
+    module_path,
+    stages_of_parameters,
+)
 from autoshard.rules import op_name
 from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.gather import reductions
-from autoshard.runtime.zero import release, wait_gather
+from autoshard.runtime.zero import CALLS
 from autoshard.shapes import closed_forms
+from autoshard.traffic import (
+    UNIT_KINDS,
+    Runs,
+    loss_bytes,
+    routes,
+    stages_at,
+    summed,
+    tied_bytes,
+    ties,
+)
+from autoshard.words import (
+    BATCH,
+    SEQUENCE,
+    Sizes,
+    Table,
+    over_text,
+    shape_text,
+    simple,
+)
 
-BATCH, SEQUENCE = sympy.symbols("batch sequence", integer=True, positive=True)
+__all__ = [
+    "BATCH",
+    "SEQUENCE",
+    "TABLES",
+    "Collective",
+    "Sizes",
+    "Table",
+    "step_collectives",
+    "summary",
+    "table",
+]
 
 #: Ops between a weight and the linear that reads it, and whether they swap its two dimensions.
 SWAPS = {"t": True, "transpose": True, "permute": True, "to": False, "contiguous": False}
 #: Linears by name, and whether their weight's first dimension is their output.
 LINEARS = {"linear": True, "addmm": False, "mm": False, "matmul": False}
-
-
-@dataclass(frozen=True)
-class Table:
-    """Headers and rows; ``numbers`` are the columns that are set to the right, ``widths`` those of
-    which plain text shows no more than so many characters; ``note``: a line below."""
-
-    headers: list[str]
-    rows: list[list[Any]]
-    numbers: tuple[str, ...] = ()
-    widths: dict[str, int] = field(default_factory=dict)
-    note: str = ""
 
 
 def table(module: Any, which: str, format: str = "plain", ranks_per_node: int | None = None) -> str:
@@ -75,10 +103,12 @@ def table(module: Any, which: str, format: str = "plain", ranks_per_node: int | 
     if style not in tabulate_formats:
         raise ValueError(f"no format {format!r}: there are plain, {', '.join(tabulate_formats)}")
     options = {"module": module} if which in ("memory", "experts") else {}
+    if which in OF_A_RANK:
+        options["position"] = module.program.mesh.stage(module.rank_index)
     if ranks_per_node is not None:
         if which != "groups":
             raise ValueError(f"ranks_per_node={ranks_per_node} is for the table of groups alone")
-        options = {"ranks_per_node": ranks_per_node}
+        options["ranks_per_node"] = ranks_per_node
     made = TABLES[which](module.program, **options)
     text = tabulate(
         [
@@ -93,10 +123,15 @@ def table(module: Any, which: str, format: str = "plain", ranks_per_node: int | 
         disable_numparse=True,
         colalign=["right" if h in made.numbers else "left" for h in made.headers],
     )
-    if not made.note:
-        return text
-    below = f"<p>{html.escape(made.note)}</p>" if style == "html" else f"\n{made.note}"
-    return f"{text}\n{below}"
+    return f"{text}\n{_below(made.note, style)}" if made.note else text
+
+
+def _below(note: str, style: str) -> str:
+    """What stands below a table; several lines as they are."""
+    lines = "\n" in note
+    if style == "html":
+        return f"<pre>{html.escape(note)}</pre>" if lines else f"<p>{html.escape(note)}</p>"
+    return f"\n```\n{note}\n```" if style == "github" and lines else f"\n{note}"
 
 
 def _text(cell: Any) -> str:
@@ -119,17 +154,19 @@ def _cut(text: str, width: int | None) -> str:
 def summary(module: Any) -> str:
     """A few lines: mesh, what each strategy cuts, collectives and memory."""
     program: Program = module.program
-    held = sum(shard_numel(p, program.mesh) for p in program.parameters().values())
+    at = program.mesh.stage(module.rank_index)
+    own = [p for p in program.parameters().values() if held_at(p, at)]
+    held = sum(shard_numel(p, program.mesh) for p in own)
     whole = sum(p.value.numel() for p in program.parameters().values())
     keeps = any(unit.keep and unit.axes for unit in program.units.values())
     kept = ", which also keeps the weights that it computes with" if keeps else ""
     taken: dict[str, list[str]] = {}
     for a in program.assignments:
         names = taken.setdefault(a.strategy, [])
-        if (text := f"{a.axis.name or a.axis.size} -> {_over(a.mesh_axes, program)}") not in names:
-            names.append(text)
+        text = f"{a.axis.name or a.axis.size} -> {over_text(a.mesh_axes, program)}"
+        names += [text] if text not in names else []
     counts: collections.Counter[str] = collections.Counter()
-    for c in step_collectives(program):
+    for c in step_collectives(program, position=at):
         what = "gradients summed" if c.why == GRADIENTS else c.kind
         counts[f"{what} over {c.axes}"] += c.count
     listed = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
@@ -137,6 +174,7 @@ def summary(module: Any) -> str:
         f"ShardedModule on {program.mesh.mesh}, rank {module.rank_index}",
         f"  parameters {held:,} of {whole:,} on this rank{kept}; dynamic: {program.dynamic}",
         *(f"  {strategy}: {'; '.join(names)}" for strategy, names in taken.items()),
+        *_in_stages(program, at),
         f"  collectives per step: {listed or 'none'}",
         f"  fallback ops: {len(program.fallbacks)}",
         *(f"  note: {note}" for note in program.notes),
@@ -144,75 +182,20 @@ def summary(module: Any) -> str:
     return "\n".join(lines)
 
 
-# --- words for sizes ---
+def _in_stages(program: Program, position: int) -> list[str]:
+    """A line of how the program is laid out over pp, and what a rank has of it."""
+    if program.pipeline is None:
+        return []
+    texts, own = (program.stages or "").split("|"), stages_at(program, position)
+    held = "; ".join(f"stage {s}: {texts[s]}" for s in own)
+    count = microbatch_count(program)
+    return [
+        f"  pipeline: {program.pipeline.schedule}, {program.pipeline.stages} stages -> pp, "
+        f"{count} micro-batch{'es' * (count > 1)}; {held}"
+    ]
 
 
-class Sizes:
-    """Dynamic sizes by the part they play, and their values in the example."""
-
-    def __init__(self, program: Program):
-        self.words: dict[Any, Any] = {}  # captured symbol -> symbol shown
-        self.values: dict[Any, int] = {}  # symbol shown -> size captured, on one rank
-        over = {m for a in program.assignments if a.axis.role == "batch" for m in a.mesh_axes}
-        self.ranks = program.mesh.size(tuple(m for m in program.mesh.axes if m in over))
-        # on a live mesh a rank's own rows were captured, else those of all
-        self.captured_by = 1 if program.mesh.mesh.device_mesh is not None else self.ranks
-        for node, dims in program.dims.items():
-            if node.op == "placeholder" and node.name in program.inputs:
-                for axis in (axis for dim in dims for axis in atoms(dim)):
-                    if isinstance(axis.size, sympy.Symbol) and axis.size not in self.words:
-                        self._name(axis, program.hints)
-
-    def _name(self, axis: Axis, hints: dict[Any, int]) -> None:
-        base = axis.role or axis.name or str(axis.size)
-        count = sum(str(word).split("_")[0] == base for word in self.words.values())
-        name = f"{base}_{count + 1}" if count else base
-        word = self.words[axis.size] = sympy.Symbol(name, integer=True, positive=True)
-        if axis.size in hints:
-            captured = hints[axis.size]
-            self.values[word] = -(-captured // self.captured_by) if base == "batch" else captured
-
-    def local(self, size: Any) -> Any:
-        """A size of this rank's graph, in words."""
-        return size if isinstance(size, int) else _simple(size.xreplace(self.words))
-
-    def whole(self, size: Any) -> Any:
-        """A size of the model, in words: the samples of all data ranks."""
-        if isinstance(size, int):
-            return size
-        rows = {w: self.ranks * w for w in self.words.values() if str(w).startswith("batch")}
-        return _simple(size.xreplace(self.words).xreplace(rows))
-
-    def number(self, size: Any) -> Any:
-        """A local closed form at the captured sizes, rounded up; "-" where one is not known."""
-        if not isinstance(size, int):
-            if not size.free_symbols <= set(self.values):
-                return "-"
-            size = int(sympy.ceiling(size.xreplace(self.values)))
-        return size
-
-    def captured(self) -> str:
-        """The sizes captured: ``batch=2, sequence=16``."""
-        return ", ".join(f"{word}={value}" for word, value in self.values.items())
-
-
-def _simple(size: Any) -> Any:
-    return int(size) if getattr(size, "is_Integer", False) else size
-
-
-def _shape(sizes: Iterable[Any]) -> str:
-    return "[" + ", ".join(map(str, sizes)) + "]"
-
-
-def _over(axes: Iterable[str], program: Program) -> str:
-    """Mesh axes as text; the sub-axes of one that are all there as that one."""
-    left, words = list(axes), []
-    for name in program.mesh.mesh.names:
-        # of an axis that layouts do not see, as pp, there is the whole only
-        parts = [part for part, _ in program.mesh.parts(name)] or [name]
-        held = [part for part in parts if part in left]
-        words += [name] if held == parts else held
-    return ",".join(words)
+# --- names ---
 
 
 #: Up to so many layers are listed one by one.
@@ -368,7 +351,7 @@ def axes_table(program: Program) -> Table:
     groups: dict[Any, list[Any]] = {}
     for key, (axis, where) in _occurrences(program, names).items():
         taken = given.get(key, [])
-        over = "; ".join(f"{_over(a.mesh_axes, program)} ({a.strategy})" for a in taken) or "-"
+        over = "; ".join(f"{over_text(a.mesh_axes, program)} ({a.strategy})" for a in taken) or "-"
         reason = "; ".join(a.reason for a in taken) or _left(axis, program)
         found = _list([(name, cut.get((key, name), "")) for name in where]) or "inputs"
         name = names.axes.get(axis, axis.name) or "-"
@@ -413,8 +396,8 @@ def _joined(shape: list[Any], local: list[Any]) -> str:
     """A shape with the sizes on a rank: ``[2*batch→batch, 64]``; ``→ [...]`` where only they are
     known."""
     if len(shape) != len(local):
-        return "→ " + _shape(local) if local else _shape(shape)
-    return _shape(
+        return "→ " + shape_text(local) if local else shape_text(shape)
+    return shape_text(
         f"{a}" if a == b else f"{a}→{b}".replace(" ", "") for a, b in zip(shape, local, strict=True)
     )
 
@@ -425,12 +408,14 @@ SHAPE = "shape → on a rank"
 
 def params_table(program: Program) -> Table:
     """Parameters: axes, layout of the slice that is computed with, kind of linear, shape, gradient
-    reduction, and with ZeRO the axes among whose ranks the slice is shared out; many layers that
-    are alike in one row. ``4 × experts.*.w``: a stack of four of the model's own."""
+    reduction, with ZeRO the axes among whose ranks the slice is shared out, and with pp the stages
+    that read it; many layers that are alike in one row. ``4 × experts.*.w``: a stack of four of the
+    model's own."""
     names, kinds = Names(program), dict(linears(program).values())
     shared = any(p.zero for p in program.parameters().values())
+    stages, piped = stages_of_parameters(program), program.pipeline is not None
     rows: dict[Any, list[Any]] = {}
-    for p in program.parameters().values():
+    for key, p in program.parameters().items():
         summed = {m for piece in reductions(p, program.mesh) for m in piece[3]}
         star, count = names.starred(p.name)
         row = [
@@ -438,23 +423,26 @@ def params_table(program: Program) -> Table:
             names.layout(p.layout),
             kinds.get(p.name, ""),
             _joined(list(p.value.shape), shard_shape(p, program.mesh)),
-            _over(summed, program) or "-",
-            *([_over(p.zero, program) or "-"] if shared else []),
+            over_text(summed, program) or "-",
+            *([over_text(p.zero, program) or "-"] if shared else []),
+            *([", ".join(map(str, sorted(stages[key]))) or "-"] if piped else []),
         ]
         name = star if count > FEW else p.name
         name = f"{len(p.stacked)} × {name}" if p.stacked else name
         rows.setdefault((name, *row), [name, *row, 0])[-1] += 1
     headers = ["parameter", "axes", "layout", "linear", SHAPE, "gradient over"]
-    headers += ["zero", "count"] if shared else ["count"]
+    headers += ["zero"] * shared + ["stage"] * piped + ["count"]
     return Table(headers, list(rows.values()), ("count",), {"parameter": 46, "axes": 32})
 
 
 def graph_table(program: Program) -> Table:
     """Every node (a parameter by its name): op, module path, global shape, layout, the shape on a
-    rank, of a collective its mesh axes and the bytes sent, and whether backward runs it again."""
+    rank, of a collective its mesh axes and the bytes sent, whether backward runs it again, and with
+    pp the stage that computes it (none: each that needs it)."""
     sizes, names, kinds = Sizes(program), Names(program), linears(program)
     known = {c.node: c for c in program.conversions}
     forms, again = closed_forms(program), computed_again(program)
+    stages = _stages_of_nodes(program) if program.pipeline is not None else {}
     rows = []
     for node in program.graph.nodes:
         if node.op == "output":
@@ -475,14 +463,15 @@ def graph_table(program: Program) -> Table:
         kind = op_name(node.target) if node.op == "call_function" else node.op
         kind = f"{kind} {kinds[node][1]}".strip() if node in kinds else kind
         if conversion := known.get(node.name):
-            over = f"{kind} over {_over(conversion.axes, program)}"
+            over = f"{kind} over {over_text(conversion.axes, program)}"
             sent = sizes.local(conversion_bytes(conversion, program.mesh)[0])
         parameter = program.values.get(node.name) if node.op == "placeholder" else None
         name = parameter.name if parameter else program.inputs.get(node.name, node.name)
-        held = _shape(local) if stated or node in forms else ""
-        whole_shape = _shape(shape) if stated else ""
+        held = shape_text(local) if stated or node in forms else ""
+        whole_shape = shape_text(shape) if stated else ""
         row = [name, kind, module_path(node), whole_shape, text, held, over, sent]
-        rows.append([*row, *(["yes" if node.name in again else ""] if again else [])])
+        row += ["yes" if node.name in again else ""] if again else []
+        rows.append([*row, *([stages[node]] if stages else [])])
     headers = [
         "node",
         "op",
@@ -493,8 +482,27 @@ def graph_table(program: Program) -> Table:
         "collective",
         "bytes",
         *(["recomputed"] if again else []),
+        *(["stage"] if stages else []),
     ]
-    return Table(headers, rows, ("bytes",), {"node": 44, "op": 22, "module": 40})
+    widths = {"node": 44, "op": 22, "module": 40}
+    return Table(headers, rows, ("bytes",), widths, IN_TIME if program.mesh.microbatches else "")
+
+
+#: Below a graph of which one rank runs several micro-batches.
+IN_TIME = f"{MICROBATCHES}: micro-batches, one after the other; shapes are those of all of them"
+
+
+def _stages_of_nodes(program: Program) -> dict[fx.Node, str]:
+    """The stage of a pipeline that computes a node; of a parameter, those that read it."""
+    found, read = {}, stages_of_parameters(program)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = ", ".join(map(str, sorted(read.get(node.name, ()))))
+        elif node.target in CALLS:
+            found[node] = str(program.units[node.args[2]].stage)  # type: ignore[index]
+        else:
+            found[node] = str(node.meta.get(STAGE, ""))
+    return found
 
 
 def _size(dim: Any) -> Any:
@@ -506,96 +514,130 @@ def _size(dim: Any) -> Any:
 @dataclass
 class Collective:
     """Collectives of one kind, over one set of mesh axes, for one reason: how many there are in a
-    step, and the bytes that one rank sends in them, a closed form in `BATCH` and `SEQUENCE`."""
+    step, and the bytes that one rank sends in them, a closed form in `BATCH` and `SEQUENCE`.
+
+    ``axes``: of positions along pp that are not all, ``pp:0+3``. ``to``: of what a rank sends to
+    one other, that one's position along pp.
+    """
 
     when: str
     kind: str
     axes: str
     why: str
+    to: int | None = None
     count: int = 0
     bytes: Any = 0
 
 
-def step_collectives(program: Program, by_layer: bool = False) -> list[Collective]:
-    """What one training step sends, grouped; repeated layers together unless ``by_layer``."""
-    return [c for c in _collectives(program, by_layer) if c.why != OUTPUTS]
+def step_collectives(
+    program: Program, by_layer: bool = False, position: int = 0
+) -> list[Collective]:
+    """What one training step sends, grouped; repeated layers together unless ``by_layer``.
+    ``position``: of a rank along pp."""
+    return [c for c in _collectives(program, by_layer, position) if c.why != OUTPUTS]
 
 
 #: Why collectives run that make outputs whole and that `train_step` leaves out.
 OUTPUTS = "outputs; not in train_step"
 GRADIENTS = "gradients of parameters, in buckets"
 PRESENT = "flags: which parameters have gradients"
+TIED = "gradients of weights of several stages"
+LOSS = "the loss, to all stages"
 
 
-def _collectives(program: Program, by_layer: bool = False) -> list[Collective]:
+def _collectives(program: Program, by_layer: bool = False, position: int = 0) -> list[Collective]:
     sizes, mesh, causes = Sizes(program), program.mesh, _Causes(program)
     again, regathered = backward_runs(program)
-    names = Names(program)
+    names, runs = Names(program), Runs(program, position)
     found: dict[Any, Collective] = {}
 
-    def add(when: str, kind: str, axes: tuple[str, ...], why: str, sent: Any) -> None:
-        key = (when, kind, _over(axes, program), why if by_layer else names.group(why))
+    def add(
+        when: str,
+        kind: str,
+        over: str,
+        why: str,
+        sent: Any,
+        count: int = 1,
+        to: int | None = None,
+    ) -> None:
+        key = (when, kind, over, why if by_layer else names.group(why), to)
         entry = found.setdefault(key, Collective(*key))
-        entry.count += 1
+        entry.count += count
         entry.bytes = entry.bytes + sent
 
+    def add_runs(when: str, kind: str, c: Conversion, each_run: Any, times: int) -> None:
+        over, sent = over_text(c.axes, program), runs.bytes(times, each_run)
+        if times:
+            add(when, kind, over, causes.of(c), sent, times)
+
     for c in program.conversions:
-        for when, kind, sent in zip(
-            ("forward", "backward"), WIRE[c.kind], conversion_bytes(c, mesh), strict=True
+        for when, kind, sent, times in zip(
+            ("forward", "backward"),
+            WIRE[c.kind],
+            conversion_bytes(c, mesh),
+            runs.of(c),
+            strict=True,
         ):
             if kind and sent != 0:
-                add(when, kind, c.axes, causes.of(c), sent)
+                add_runs(when, kind, c, sent, times)
                 if when == "forward" and c.node in again:
-                    add("recompute", kind, c.axes, causes.of(c), sent)
+                    add_runs("recompute", kind, c, sent, times)
                 if c.kind == "start_gather" and c.value in regathered:
-                    add("backward", kind, c.axes, causes.of(c), sent)
-    flags: dict[tuple[str, ...], set[str]] = {}
-    for axes, size, keys in gradient_buckets(program):
-        add(
-            "backward",
-            "all_reduce",
-            axes,
-            GRADIENTS,
-            wire_bytes("all_reduce", size, mesh.size(axes)),
-        )
-        flags.setdefault(axes, set()).update(keys)
-    for axes, keys in flags.items():
-        size = len(keys) * FLAG_BYTES
-        add(
-            "backward", "all_reduce", axes, PRESENT, wire_bytes("all_reduce", size, mesh.size(axes))
-        )
+                    add_runs("backward", kind, c, sent, times)
+    flags: dict[Any, set[str]] = {}
+    for bucket in gradient_buckets(program, position):
+        over, ranks = over_text(bucket.axes, program), mesh.size(bucket.axes)
+        sent = wire_bytes("all_reduce", bucket.bytes, ranks)
+        add("backward", "all_reduce", over, GRADIENTS, sent)
+        flags.setdefault((bucket.stage, bucket.axes), set()).update(bucket.keys)
+    for (_, axes), keys in flags.items():
+        sent = wire_bytes("all_reduce", len(keys) * FLAG_BYTES, mesh.size(axes))
+        add("backward", "all_reduce", over_text(axes, program), PRESENT, sent)
+    if program.pipeline is not None:
+        _add_along_pipeline(program, position, add)
     for entry in found.values():
         entry.bytes = sizes.local(entry.bytes)
     return sorted(found.values(), key=lambda c: WHEN.index(c.when))
+
+
+def _add_along_pipeline(program: Program, position: int, add: Callable[..., None]) -> None:
+    """What a rank at a position along pp sends to others along it."""
+    count, place = microbatch_count(program), program.pipeline.place
+    for route in (r for r in routes(program) if r.travels):
+        if place[route.source] == position:
+            why = f"{_what(route.values)}, to stage {route.target}"
+            times, to = count * len(route.values), place[route.target]
+            sent = count * each(program, route.bytes, count)
+            add("forward", "send", "pp", why, sent, times, to)
+        if place[route.target] == position and route.back:
+            why = f"gradients of {_what(route.back)}, to stage {route.source}"
+            times, to = count * len(route.back), place[route.source]
+            sent = count * each(program, route.bytes_back, count)
+            add("backward", "send", "pp", why, sent, times, to)
+    for holders, tied in ties(program, position).items():
+        every = len(holders) == program.pipeline.ranks
+        over = "pp" if every else "pp:" + "+".join(map(str, holders))
+        for size in tied_bytes(program, tied):
+            sent = wire_bytes("all_reduce", size, len(holders))
+            add("backward", "all_reduce", over, TIED, sent)
+    if program.loss is not None:
+        add("backward", "broadcast", "pp", LOSS, loss_bytes(program))
+
+
+def _what(values: Sequence[fx.Node]) -> str:
+    """Values by the modules that they are from, where these are few."""
+    paths = list(dict.fromkeys(module_path(node) or node.name for node in values))
+    return ", ".join(paths) if len(paths) <= FEW else f"{len(values)} values"
 
 
 #: In which part of a step collectives run, in order; "recompute" is forward once more, in backward.
 WHEN = ("forward", "recompute", "backward")
 
 
-def backward_runs(program: Program) -> tuple[set[str], set[str]]:
-    """Names of the nodes that run again in backward (of recomputed blocks, those up to the last
-    tensor that backward needs), and of the units whose weights are gathered again there. Where
-    that cannot be told, all nodes of the blocks, and all units that are not kept."""
-    marked = {n.name for n in program.graph.nodes if RECOMPUTE in n.meta}
-    calls = program.graph.find_nodes(op="call_function", target=release)
-    freed = {str(node.args[2]) for node in calls}
-    made = forward(program) if marked or freed else None
-    if made is None:
-        return marked, freed
-    waits = program.graph.find_nodes(op="call_function", target=wait_gather)
-    read = made.units | {str(node.args[2]) for node in waits if node.name in made.again}
-    return made.again, freed & read
-
-
 def computed_again(program: Program) -> set[str]:
     """Names of the nodes that run again in backward, as far as the graph shows them."""
     marked = any(RECOMPUTE in n.meta for n in program.graph.nodes)
     return backward_runs(program)[0] if marked else set()
-
-
-#: Conversions of a unit of weights.
-UNIT_KINDS = ("start_gather", "wait_gather", "sum_gradients")
 
 
 class _Causes:
@@ -655,27 +697,23 @@ def _needed_by_loss(program: Program) -> set[str] | None:
     return found
 
 
-def collectives_table(program: Program) -> Table:
+def collectives_table(program: Program, position: int = 0) -> Table:
     """Collectives by kind, mesh axis and cause: count, and bytes a rank sends per step."""
-    sizes, entries = Sizes(program), _collectives(program)
+    sizes, entries = Sizes(program), _collectives(program, position=position)
     at = sizes.captured()
     number = f"bytes at {at}" if at else "bytes at the captured sizes"
     rows = [
         [c.when, c.kind, c.axes, c.why, c.count, c.bytes, sizes.number(c.bytes)] for c in entries
     ]
     step = [c for c in entries if c.why != OUTPUTS]
-    total = _simple(sympy.expand(sum(c.bytes for c in step)))
+    total = summed(c.bytes for c in step)
     count = sum(c.count for c in step)
     rows.append(["step", "all", "", "", count, total, sizes.number(total)])
     headers = ["when", "kind", "over", "why", "count", "bytes", number]
     return Table(headers, rows, ("count", "bytes", number), {"why": 46})
 
 
-#: What travels over pp besides collectives, and stands in no graph.
-PIPELINE = "activations to the next stage, their gradients back"
-
-
-def groups_table(program: Program, ranks_per_node: int | None = None) -> Table:
+def groups_table(program: Program, ranks_per_node: int | None = None, position: int = 0) -> Table:
     """Groups of ranks that send to each other, by the mesh axes along which these differ: ranks in
     one, how many there are, their ranks, what a training step sends in one (how many of each kind),
     and the bytes that a rank sends with it. Given the ranks of a node, of which node n holds those
@@ -684,20 +722,17 @@ def groups_table(program: Program, ranks_per_node: int | None = None) -> Table:
     if ranks_per_node is not None:
         refuse_no_number(ranks_per_node)
     sizes, mesh = Sizes(program), program.mesh
-    sent: dict[str, list[Collective]] = {"pp": []} if mesh.mesh.size("pp") > 1 else {}
-    for c in _collectives(program):
+    sent: dict[str, list[Collective]] = {}
+    for c in _collectives(program, position=position):
         sent.setdefault(c.axes, []).append(c)
     rows = []
     for over in sorted(sent, key=lambda axes: _outermost_first(axes, program)):
-        found = groups(mesh, tuple(over.split(",")))
+        found = _groups_over(program, over)
         row: list[Any] = [over, len(found[0]), len(found), listed(found)]
         row += [] if ranks_per_node is None else [crosses(found, ranks_per_node)]
         step = [c for c in sent[over] if c.why != OUTPUTS]
-        total = _simple(sympy.expand(sum(c.bytes for c in step)))
-        what = [PIPELINE] if over == "pp" else []
-        what += _counted(step) or ([] if what else [OUTPUTS])
-        known = ["-", "-"] if over == "pp" else [total, sizes.number(total)]
-        rows.append([*row, ", ".join(what), *known])
+        total = summed(c.bytes for c in step)
+        rows.append([*row, _counted(step) or OUTPUTS, total, sizes.number(total)])
     at = sizes.captured()
     number = f"bytes at {at}" if at else "bytes at the captured sizes"
     headers = ["over", "size", "groups", "ranks"]
@@ -707,17 +742,24 @@ def groups_table(program: Program, ranks_per_node: int | None = None) -> Table:
     return Table(headers, rows, ("size", "groups", "bytes", number), note=note)
 
 
+def _groups_over(program: Program, over: str) -> list[list[int]]:
+    """The groups along mesh axes as a `Collective` has them."""
+    axes, _, along = over.partition(":")
+    found = groups(program.mesh, tuple(axes.split(",")))
+    return [[group[int(p)] for p in along.split("+")] for group in found] if along else found
+
+
 def _outermost_first(over: str, program: Program) -> list[tuple[int, str]]:
     names = program.mesh.mesh.names
-    return [(names.index(axis.partition(".")[0]), axis) for axis in over.split(",")]
+    return [(names.index(re.split("[.:]", axis)[0]), axis) for axis in over.split(",")]
 
 
-def _counted(step: list[Collective]) -> list[str]:
-    """How many there are of each kind: ``2 all_gather``."""
+def _counted(step: list[Collective]) -> str:
+    """How many there are of each kind: ``2 all_gather, 1 all_reduce``."""
     counts: collections.Counter[str] = collections.Counter()
     for c in step:
         counts[c.kind] += c.count
-    return [f"{count} {kind}" for kind, count in sorted(counts.items())]
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
 def passes_table(program: Program) -> Table:
@@ -727,13 +769,13 @@ def passes_table(program: Program) -> Table:
     return Table(["pass", "changed", "seconds"], rows, ("seconds",))
 
 
-def memory_table(program: Program, module: Any = None) -> Table:
+def memory_table(program: Program, module: Any = None, position: int = 0) -> Table:
     """Bytes a rank holds, and where; of a live ``module`` also those that it holds now. Below: the
     activations that forward saves for backward, and what the largest recomputed block makes again
     there. See `autoshard.memory` for the formulas."""
     now = memory.measured(module) if module is not None and module.live else {}
     rows: list[list[Any]] = []
-    for held in memory.predicted(program):
+    for held in memory.predicted(program, position):
         share = f"{held.rank / held.whole:.4f}" if held.whole else "-"
         place = "host" if held.host else "device"
         rows.append(
@@ -744,25 +786,50 @@ def memory_table(program: Program, module: Any = None) -> Table:
     total = sum(now.get(r[0], 0) for r in between) if now else "-"
     share = f"{rank / whole:.4f}" if whole else "-"
     rows.insert(len(between), ["held between steps", whole, rank, share, "", "-", total])
-    rows += [[*row[:4], "device", row[4], "-"] for row in activation_rows(program)]
+    rows += [[*row[:4], "device", row[4], "-"] for row in activation_rows(program, position)]
     at = Sizes(program).captured()
     formula = f"as a formula; the bytes are at {at}" if at else "as a formula"
     headers = ["what", "bytes on one device", "bytes on a rank", "share", "in", formula, "measured"]
     return Table(headers, rows, (*headers[1:4], "measured"))
 
 
-def activation_rows(program: Program) -> list[list[Any]]:
+SAVED, AGAIN = "activations saved for backward", "recomputed, one block"
+
+
+def activation_rows(program: Program, position: int = 0) -> list[list[Any]]:
     """Rows of the table of memory: activations on a rank at the sizes captured, and as a closed
-    form (see `autoshard.activations`)."""
-    sizes, made = Sizes(program), predicted(program)
-    asked = {"activations saved for backward": made and made.saved}
-    if any(RECOMPUTE in n.meta for n in program.graph.nodes):
-        asked["recomputed, one block"] = made and made.recomputed
+    form (see `autoshard.activations`). With pp those of all micro-batches that are alive when they
+    are most, and below those of one of them, by stage."""
+    sizes = Sizes(program)
+    blocks = any(RECOMPUTE in n.meta for n in program.graph.nodes)
+    asked: dict[str, Any] = {}
+    if program.pipeline is None:
+        made = predicted(program)
+        asked = {SAVED: made and made.saved}
+        asked |= {AGAIN: made and made.recomputed} if blocks else {}
+    else:
+        asked = _activations_in_stages(program, sizes, position)
+        asked = asked if blocks else {k: v for k, v in asked.items() if k != AGAIN}
     rows = []
     for label, form in asked.items():
-        local = "-" if form is None else sizes.local(_simple(form))
+        local = "-" if form is None else sizes.local(simple(form))
         rows.append([label, "-", "-" if form is None else sizes.number(local), "-", local])
     return rows
+
+
+def _activations_in_stages(program: Program, sizes: Sizes, position: int) -> dict[str, Any]:
+    made, own = predicted_stages(program), stages_at(program, position)
+    held, count = alive(program)[position], microbatch_count(program)
+    labels = {s: f"of one micro-batch in stage {s}, {held[s]} alive" for s in own}
+    if made is None:
+        return dict.fromkeys([SAVED, *labels.values(), AGAIN])
+    saved = {s: each(program, made[s].saved, count) for s in own}
+    again = [each(program, made[s].recomputed, count) for s in own]
+    return {
+        SAVED: summed(held[s] * saved[s] for s in own),
+        **{labels[s]: saved[s] for s in own},
+        AGAIN: max(again, key=lambda form: sizes.number(sizes.local(form))),
+    }
 
 
 def attention_table(program: Program) -> Table:
@@ -772,24 +839,26 @@ def attention_table(program: Program) -> Table:
     and the FLOPs of the forward's two products at the sizes captured: on the rank with the least,
     on that with the most, and the most over the mean."""
     sizes, names, rows = Sizes(program), Names(program), dict[Any, list[Any]]()
+    piped = program.pipeline is not None
     own = {s: sizes.values[w] for s, w in sizes.words.items() if w in sizes.values}
     for call in attentions.calls(program, {**program.hints, **own}):
-        how = "; ".join(f"{kind} over {_over(over, program)}" for kind, over in call.how)
+        how = "; ".join(f"{kind} over {over_text(over, program)}" for kind, over in call.how)
         heads = "{} on {}".format(*call.heads) if call.heads else "-"
         where = names.starred(module_path(call.node))[0] or "the model"
         sent = sum(sum(conversion_bytes(c, program.mesh)) for c in call.sent)
-        key = where, how or "whole", heads, call.mask, call.tokens, len(call.flops)
+        stage = [call.node.meta.get(STAGE, "-")] if piped else []
+        key = where, how or "whole", heads, call.mask, call.tokens, len(call.flops), *stage
         row = rows.setdefault(key, [0, 0, [0] * len(call.flops)])
         row[:2] = row[0] + 1, row[1] + sent
         row[2] = [a + b for a, b in zip(row[2], call.flops, strict=True)]
     at = sizes.captured()
     first = f"attentions at {at}" if at else "attentions"
-    headers = [first, "count", "how", "heads", "mask", "tokens", "bytes"]
-    headers += ["FLOPs, least", "most", "most/mean"]
-    made = [
-        [where, count, how, heads, mask, _order(tokens, flops), sizes.local(sent), *_spread(flops)]
-        for (where, how, heads, mask, tokens, _), (count, sent, flops) in rows.items()
-    ]
+    headers = [first, *(["stage"] if piped else []), "count", "how", "heads", "mask", "tokens"]
+    headers += ["bytes", "FLOPs, least", "most", "most/mean"]
+    made = []
+    for (where, how, heads, mask, tokens, _, *stage), (count, sent, flops) in rows.items():
+        about = [where, *stage, count, how, heads, mask, _order(tokens, flops)]
+        made.append([*about, sizes.local(sent), *_spread(flops)])
     numbers = ("count", "bytes", *headers[-3:])
     return Table(headers, made, numbers, {first: 30})
 
@@ -819,15 +888,16 @@ def experts_table(program: Program, module: Any = None) -> Table:
     if len(loads) == len(program.mixtures):
         return _loads_table(program, loads)
     sizes, names, of = Sizes(program), Names(program), _mixtures_of(program)
-    rows: dict[Any, list[Any]] = {}
+    stages, rows = _stages_of_mixtures(program), dict[Any, list[Any]]()
     for name, mixture in program.mixtures.items():
         sent = [c for c in program.conversions if of.get(c.node) == name]
         sums = [sum(conversion_bytes(c, program.mesh)) for c in sent] or [0, 0]
         row = [*_experts_of(program, mixture), *map(sizes.local, sums)]
+        row += [stages[name]] if stages else []
         where = names.starred(mixture.where)[0]
         rows.setdefault((where, str(row)), [where, 0, *row])[1] += 1
     headers = ["mixtures", "count", "experts", "a token", "cut over", "on a rank", "capacity"]
-    headers += ["bytes there", "bytes back"]
+    headers += ["bytes there", "bytes back", *(["stage"] if stages else [])]
     numbers = ("count", "experts", "a token", "capacity", "bytes there", "bytes back")
     return Table(headers, list(rows.values()), numbers, {"mixtures": 30})
 
@@ -853,7 +923,7 @@ def _experts_of(program: Program, mixture: Any) -> list[Any]:
     ranks = mixture.experts_of_ranks(program.mesh)
     own = str(ranks[0]) if len(set(ranks)) == 1 else " ".join(map(str, ranks))
     limit = "-" if mixture.capacity is None else f"{mixture.capacity:g}"
-    return [mixture.experts, mixture.k, _over(mixture.over, program) or "-", own, limit]
+    return [mixture.experts, mixture.k, over_text(mixture.over, program) or "-", own, limit]
 
 
 def _mixtures_of(program: Program) -> dict[str, str]:
@@ -868,6 +938,14 @@ def _mixtures_of(program: Program) -> dict[str, str]:
     return found
 
 
+def _stages_of_mixtures(program: Program) -> dict[str, Any]:
+    """The stage of a pipeline that each mixture is in; nothing without pp."""
+    if program.pipeline is None:
+        return {}
+    nodes = program.graph.find_nodes(op="call_function", target=to_experts)
+    return {str(node.args[5]): node.meta.get(STAGE, "-") for node in nodes}
+
+
 def _few(numbers: Sequence[int]) -> list[str]:
     """Numbers, where they are few, else the least and the most; and the most over the mean."""
     listed = (
@@ -876,12 +954,16 @@ def _few(numbers: Sequence[int]) -> list[str]:
     return [listed, _spread(list(numbers))[-1]]
 
 
+#: Tables that differ between the positions along pp.
+OF_A_RANK = ("collectives", "groups", "memory")
+
 TABLES: dict[str, Callable[..., Table]] = {
     "axes": axes_table,
     "params": params_table,
     "graph": graph_table,
     "collectives": collectives_table,
     "groups": groups_table,
+    "pipeline": pipeline_table,
     "passes": passes_table,
     "memory": memory_table,
     "attention": attention_table,

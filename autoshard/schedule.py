@@ -10,7 +10,7 @@ import heapq
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,6 +35,7 @@ __all__ = [
     "chunks_of",
     "dry_run",
     "formula",
+    "peaks",
     "schedule",
     "steps",
 ]
@@ -149,9 +150,10 @@ class Schedule:
         """The actions of one rank, in order."""
         return self.actions[rank]
 
-    def grid(self, format: str = "simple") -> str:
+    def grid(self, format: str = "simple", units: int | None = None) -> str:
         """Ranks down, units of time across, where F, I and W take one unit and B two; blank where a
-        rank is idle. ``format`` is one of tabulate's. ShardingError where some rank gets stuck.
+        rank is idle. ``format`` is one of tabulate's; no more than so many ``units`` stand beside
+        each other, the next ones below. ShardingError where some rank gets stuck.
 
         >>> print(schedule("1f1b", 2, 2).grid("plain"))
         rank    0    1    2    3    4    5    6    7    8
@@ -164,8 +166,13 @@ class Schedule:
         for action, (start, end) in spans.items():
             cells = [str(action), *[".."] * (int(end - start) - 1)]
             rows[self.place[action.stage]][1 + int(start) : 1 + int(end)] = cells
-        headers = ["rank", *map(str, range(length))]
-        return tabulate(rows, headers, tablefmt=format, disable_numparse=True)
+        headers, tables = ["rank", *map(str, range(length))], []
+        for start in range(1, max(length, 1) + 1, units or max(length, 1)):
+            part = slice(start, start + units if units else None)
+            shown = [[row[0], *row[part]] for row in rows]
+            head = [headers[0], *headers[part]]
+            tables.append(tabulate(shown, head, tablefmt=format, disable_numparse=True))
+        return "\n\n".join(tables)
 
     def __str__(self) -> str:
         place = ",".join(map(str, self.place))
@@ -738,28 +745,36 @@ def dry_run(
     return Timeline(tuple(events), plan.ranks, plan.name, "predicted")
 
 
-def _alive(plan: Schedule, size: Callable[[int], float]) -> Iterable[float]:
-    """For each rank the most that it holds at once: ``size`` of a stage from F to B or W."""
+def peaks(
+    plan: Schedule, size: Callable[[int], float] = lambda stage: 1
+) -> tuple[Counter[int], ...]:
+    """For each rank, how many micro-batches of each of its stages it holds when it holds most;
+    ``size``: of one micro-batch of a stage. F adds one; B takes it away, or W where backward is
+    split.
+
+    >>> peaks(schedule("1f1b", 2, 4))
+    (Counter({0: 2}), Counter({1: 1}))
+    """
+    found = []
     for actions in plan.actions:
-        held = most = 0.0
+        held: Counter[int] = Counter()
+        most, at_most = 0.0, Counter[int]()
         for action in actions:
-            if action.kind == "F":
-                held += size(action.stage)
-            elif action.kind in "BW":
-                held -= size(action.stage)
-            most = max(most, held)
-        yield most
+            held[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
+            total = sum(n * size(stage) for stage, n in held.items())
+            if total > most:
+                most, at_most = total, +held
+        found.append(at_most)
+    return tuple(found)
 
 
 def activations(plan: Schedule) -> tuple[int, ...]:
-    """The most micro-batches that each rank holds at once.
-
-    F adds one for its stage; B takes it away, or W where backward is split.
-    """
-    return tuple(int(most) for most in _alive(plan, lambda stage: 1))
+    """The most micro-batches that each rank holds at once, see `peaks`."""
+    return tuple(sum(held.values()) for held in peaks(plan))
 
 
 def activation_bytes(plan: Schedule, costs: Costs) -> tuple[float, ...]:
     """As `activations`, in bytes of `Costs.activation`."""
     _fitting(plan, costs, "activation")
-    return tuple(_alive(plan, lambda stage: costs.activation[stage]))
+    size = costs.activation.__getitem__
+    return tuple(sum(n * size(s) for s, n in held.items()) for held in peaks(plan, size))

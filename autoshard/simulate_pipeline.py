@@ -16,6 +16,7 @@ from torch import fx
 from autoshard.mesh import MeshSpec, SubMesh
 from autoshard.pipeline import Plan
 from autoshard.program import Program
+from autoshard.runtime.loads import Load
 from autoshard.runtime.pipeline import Each, Runner
 from autoshard.schedule import Action, Costs, check, dry_run
 from autoshard.simulate import run_node, simulate
@@ -84,6 +85,8 @@ def simulate_pipeline(
     count, turns = len(held) // pipeline.ranks, len(inputs[0])
     order = pipeline.scheduled(turns)
     check(order, plan.edges, joint=bool(plan.joint))
+    for load in (x for own in units for x in own.values() if isinstance(x, Load)):
+        load.begin()
     mailbox, runners = Mailbox(), list[Runner]()
     for position in range(pipeline.ranks):
         own = slice(position * count, (position + 1) * count)

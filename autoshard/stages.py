@@ -165,6 +165,11 @@ def balanced(parts: Sequence[Part], stages: int, *, ratio: float = 1.05) -> list
     (Narayanan et al. 2021). Then fewer bytes cross cuts; then times are most equal.
 
     Raises ShardingError where parts are fewer than stages.
+
+    >>> costs = {"embed": 0, "layers.0": 2, "layers.1": 2, "layers.2": 2, "head": 3}
+    >>> own = [Part(name, 0, flops, 0, 0, 0) for name, flops in costs.items()]
+    >>> write(own, balanced(own, 2))
+    'embed,layers.0-1|layers.2,head'
     """
     if not 1 <= stages <= len(parts):
         raise ShardingError(

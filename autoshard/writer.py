@@ -16,7 +16,7 @@ from autoshard.axes import Axis, Dim, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.infer import expression
 from autoshard.layout import Layout, cut_axes, first_cut, levels
-from autoshard.mesh import DATA_AXES
+from autoshard.mesh import DATA_AXES, MICROBATCHES
 from autoshard.program import Conversion, Program, module_path
 from autoshard.rules import op_name
 
@@ -53,6 +53,15 @@ class Writer:
         self.env: dict[fx.Node, Any] = {}  # node of the old graph -> Value, number or list of them
         self.symbols: dict[Any, fx.Node] = {}
         self.sizes: dict[Any, Any] = {}
+
+    @property
+    def rows_are_of(self) -> tuple[str, str]:
+        """Who has rows of its own only, and what to change so that there are all rows."""
+        data = ",".join(m for m in self.batch_axes if m != MICROBATCHES)
+        if not data:
+            return "a micro-batch", "pass microbatches=1"
+        several = MICROBATCHES in self.batch_axes
+        return "a data rank", f"drop {data} from the mesh{' and pass microbatches=1' * several}"
 
     def emit(self, like: fx.Node | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self.graph.call_function(target, args, kwargs)

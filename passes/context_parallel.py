@@ -27,7 +27,6 @@ from autoshard.axes import Axis, Dim, atoms, leaves
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.infer import derived, sequence_axes
-from autoshard.mesh import SubMesh
 from autoshard.products import PRODUCTS
 from autoshard.program import Assignment, Program, module_path, shallow, tensor_results
 from autoshard.rules import op_name
@@ -62,7 +61,7 @@ class ContextParallel(Pass):
             self._refuse_for_heads(program, heads, ranks)
         sizes = tuple(size for size in (ranks // inner, inner) if size > 1)
         factors = dict(program.mesh.factors) | {"cp": sizes}
-        mesh = SubMesh(program.mesh.mesh, tuple(factors.items()))
+        mesh = replace(program.mesh, factors=tuple(factors.items()))
         parts = tuple(m for m, _ in mesh.parts("cp"))
         travels = parts[:1] if inner < ranks else ()
         if travels:

@@ -304,8 +304,9 @@ class Partitioner(Converter):
                 message(
                     f"{kind} {module_path(node)}",
                     f"result {node.name}",
-                    f"rows counted from 0 on each of the ranks along {','.join(self.batch_axes)}",
-                    "the numbers of the rows of the whole batch are not known on one rank",
+                    f"rows counted from 0 in each part along {','.join(self.batch_axes)}",
+                    f"the numbers of the rows of the whole batch are not known where "
+                    f"{self.rows_are_of[0]} holds its own",
                     "number the rows in the data, and give that as an input",
                 )
             )
@@ -316,8 +317,9 @@ class Partitioner(Converter):
         known."""
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
+            who, remedy = self.rows_are_of
             why = (
-                "this op mixes rows of the batch, and a data rank holds its own rows only"
+                f"this op mixes rows of the batch, and {who} holds its own rows only"
                 if rule_for(self.source.target) is not None
                 else "this op has no rule, so it is taken to need the whole batch at once"
             )
@@ -329,7 +331,7 @@ class Partitioner(Converter):
                     f"result {self.source.name}",
                     f"batch of {needed[0].size} rows over {','.join(self.batch_axes)}",
                     why,
-                    "drop the data axes, or write it with other ops",
+                    f"{remedy}, or write it with other ops",
                 )
             )
 

@@ -40,7 +40,7 @@ from autoshard.pipeline import (
     waiting,
     waits_for_all,
 )
-from autoshard.program import STAGE, Parameter, Program, copied, module_path
+from autoshard.program import STAGE, Parameter, Program, copied, module_path, shallow
 from autoshard.runtime import rng, turns
 from autoshard.runtime.dispatch import to_experts
 from autoshard.schedule import NAMES, chunks_of, schedule
@@ -55,8 +55,8 @@ OUTPUTS = ("all", "last")
 class PipelineParallel(Pass):
     """``schedule``: the order in which ranks run their stages; ``microbatches``: how many (None:
     chosen when rows are there); ``stages``: the layout in text, as `autoshard.stages.parse` reads
-    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: which
-    ranks a forward gives them on, "all" or those of the "last" stage."""
+    it (None: balanced); ``chunks``: stages a rank (None: as the schedule has it); ``outputs``: on
+    which ranks a forward gives them, "all" or those of the "last" stage."""
 
     name: ClassVar[str] = "pipeline_parallel"
     schedule: str = "1f1b"
@@ -67,9 +67,9 @@ class PipelineParallel(Pass):
 
     def __call__(self, program: Program) -> Program:
         ranks = program.mesh.mesh.size("pp")
-        self._refuse_what_is_wrong(program, ranks)
+        self._refuse_what_is_wrong(program)
         if ranks == 1:
-            return program
+            return self._without_effect(program)
         marked = self._marked(program, ranks)
         if not program.mesh.microbatches:
             return marked
@@ -78,14 +78,24 @@ class PipelineParallel(Pass):
             if self.microbatches is not None:
                 raise waits_for_all(found, len(marked.pipeline.place))
             marked = self._marked(program, ranks, one=True)
+            behind = told(sums_behind(found))
             marked.notes.append(
-                f"pipeline: one micro-batch, as layers behind {told(sums_behind(found))} need all rows"
+                f"pipeline: one micro-batch, as layers behind {behind} need all rows"
             )
         elif marked.loss is not None and not late:
             breaks = plan(marked, loss_graph(marked), True).joint
             if breaks:
                 raise self._joint(breaks)
         return marked
+
+    def _without_effect(self, program: Program) -> Program:
+        """On a mesh without pp: the same script may be run with and without."""
+        given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if given:
+            program = shallow(program)
+            texts = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in given)
+            program.notes.append(f"pipeline: the mesh has no pp, so {texts} has no effect")
+        return program
 
     def _marked(self, program: Program, ranks: int, one: bool = False) -> Program:
         """The program in stages; ``one``: of one micro-batch, whatever rows there are."""
@@ -118,13 +128,13 @@ class PipelineParallel(Pass):
                 "pipeline_parallel",
                 f"the loss: {breaks}",
                 f"schedule={self.schedule!r}, microbatches {count}",
-                "there it is no sum over micro-batches, as of what all of them give a product or "
-                "the like is made; so no backward may begin before all forwards are done",
+                "there it stops being a sum over micro-batches (a product of two such sums is"
+                " none), so no backward may begin before all forwards are done",
                 'pass schedule="gpipe", which runs all forwards first, or microbatches=1',
             )
         )
 
-    def _refuse_what_is_wrong(self, program: Program, ranks: int) -> None:
+    def _refuse_what_is_wrong(self, program: Program) -> None:
         wrong = []
         if self.schedule not in NAMES:
             wrong.append(f"schedule={self.schedule!r} is none of {', '.join(map(repr, NAMES))}")
@@ -137,9 +147,6 @@ class PipelineParallel(Pass):
             wrong.append(f"stages={self.stages!r} is no text")
         if self.outputs not in OUTPUTS:
             wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
-        if ranks == 1:
-            given = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-            wrong += [f"{f.name}={getattr(self, f.name)!r} on a mesh without pp" for f in given]
         if wrong:
             raise ShardingError(
                 message(
@@ -307,6 +314,7 @@ class Marker:
         for known in (self.program.dims, self.program.layouts):
             known[made] = known[parameter]
         node.replace_input_with(parameter, made)
+
     def _held_before(self, parameter: Parameter) -> tuple[int, ...] | None:
         """The only positions that hold a parameter in the other graph of the model, if it has been
         there first: those of readers in this one may be fewer."""

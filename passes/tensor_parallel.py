@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -20,7 +20,6 @@ from autoshard.axes import Axis, Dim, atoms, leaves, size_of
 from autoshard.chain import Pass
 from autoshard.errors import ShardingError, message
 from autoshard.infer import batch_axes, derived
-from autoshard.mesh import SubMesh
 from autoshard.program import Assignment, Program, shallow
 from autoshard.rules import Typing, op_name
 from autoshard.rules.attention import ATTENTIONS
@@ -72,7 +71,7 @@ class TensorParallel(Pass):
         taken, undivided = self._choose(program, ranks)
         factors = _factors([(start, end) for _, start, end, _ in taken], ranks)
         kept = dict(program.mesh.factors) | {self.axis: factors}
-        program.mesh = SubMesh(program.mesh.mesh, tuple(kept.items()))
+        program.mesh = replace(program.mesh, factors=tuple(kept.items()))
         parts = program.mesh.parts(self.axis)
         for candidate, start, end, reason in taken:
             position, over = 1, []

@@ -165,7 +165,10 @@ class Zero(Pass):
             # the last one is about to be read by backward, but for a pipeline's other micro-batches
             last = i + 1 == len(order) and program.pipeline is None
             if not keeps and self.reshard and not last:
-                with program.graph.inserting_after(parts[at[0]].nodes[-1]):
+                end = parts[at[0]].nodes[-1]
+                graph = program.graph
+                behind = graph.inserting_before if end.op == "output" else graph.inserting_after
+                with behind(end):
                     for unit in units:
                         call = (started[unit.name], unit.axes, unit.name)
                         freed = program.graph.call_function(release, call)

@@ -15,7 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
-from zoo import AUXILIARY, CONTEXTS, EXPERT_MESHES, MIXTURES, RECOMPUTED, TYPES, Case
+from zoo import (
+    AUXILIARY,
+    CONTEXTS,
+    EXPERT_MESHES,
+    MIXED_EXPERT_MESHES,
+    MIXED_MESHES,
+    MIXTURES,
+    PIPELINED,
+    RECOMPUTED,
+    SCHEDULES,
+    TYPES,
+    Case,
+    stages_of_zero,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
@@ -23,6 +36,8 @@ MESHES = ("tp=2", "tp=4", "dp=4", "dp=2,tp=2")
 ZERO_MESHES, STAGES = ("dp=4", "dp=2,tp=2"), (1, 2, 3)
 #: Meshes that cut tokens through attention, and the ZeRO stage on them.
 CONTEXT_MESHES = (("cp=2", 0), ("cp=4", 0), ("cp=2,tp=2", 0), ("dp=2,cp=2", 0), ("cp=2", 3))
+#: The mesh on which all architectures are in stages.
+STAGED = "pp=2"
 #: Strategies -> what every case to count is made of, after its architecture.
 COMBINATIONS: dict[str, list[tuple[Any, ...]]] = {
     "data parallel": [("dp=4", True, 0, "none")],
@@ -57,6 +72,23 @@ for strategies, on in (
     for auxiliary in (False, True):
         name = f"{strategies}, loss of routers" if auxiliary else strategies
         COMBINATIONS[name] = [(mesh, True, stage, "none", "ring", auxiliary) for mesh, stage in on]
+WITH_STAGES = ("none", "ring", False)
+COMBINATIONS["pipeline"] = [(STAGED, True, 0, *WITH_STAGES)]
+for schedule, meshes in SCHEDULES.items():
+    name = f"pipeline of 4 layers, {schedule}"
+    COMBINATIONS[name] = [(mesh, True, 0, *WITH_STAGES, schedule) for mesh in meshes]
+COMBINATIONS["pipeline, gpipe, loss of routers"] = [
+    (STAGED, True, 0, "none", "ring", True, "gpipe")
+]
+NAMES = {"dp": "data", "cp": "context", "ep": "expert", "tp": "tensor + sequence"}
+for mesh in (*MIXED_MESHES, *MIXED_EXPERT_MESHES):
+    strategies = " + ".join(["pipeline", *(NAMES[m] for m in NAMES if f"{m}=" in mesh)])
+    for stage in stages_of_zero(mesh):
+        name = f"{strategies} parallel" + (f", ZeRO {stage}, accumulation" if stage else "")
+        COMBINATIONS[name] = [(mesh, True, stage, *WITH_STAGES)]
+COMBINATIONS["pipeline + data parallel, ZeRO 3, accumulation, recompute"] = [
+    ("pp=2,dp=2", True, 3, "block")
+]
 WITHOUT_EXPERTS = "data parallel over ep, without experts"
 COMBINATIONS[WITHOUT_EXPERTS] = [("ep=2",), ("dp=2,ep=2",)]
 SIGNS = {None: "?", True: "yes", False: "NO"}
@@ -92,6 +124,7 @@ def read(path: str) -> tuple[dict[Case, bool], dict[str, int], dict[Case, str]]:
             found["recompute"],
             found["context"],
             found["auxiliary"] == "True",
+            found["schedule"],
         )
         failed = test.find("failure") is not None or test.find("error") is not None
         passed[case] = passed.get(case, True) and not failed and "refused" not in found
@@ -109,8 +142,8 @@ def signs(passed: dict[Case, bool], refused: dict[Case, str], cases: list[Case])
 
 
 def row(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[str]:
-    """With sequence parallelism / without (one sign for a mesh that has no tp); then stages; then
-    the ways of context parallelism."""
+    """With sequence parallelism / without (one sign for a mesh that has no tp); then stages of
+    ZeRO; then the ways of context parallelism; then a pipeline."""
     plain = [
         [Case(kind, mesh, sp) for sp in ((True, False) if "tp" in mesh else (True,))]
         for mesh in MESHES
@@ -120,7 +153,8 @@ def row(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[s
         [Case(kind, mesh, zero=stage, context=way) for way in CONTEXTS]
         for mesh, stage in CONTEXT_MESHES
     ]
-    return [kind, *(signs(passed, refused, cases) for cases in plain + stages + ways)]
+    cells = [*plain, *stages, *ways, [Case(kind, STAGED)]]
+    return [kind, *(signs(passed, refused, cases) for cases in cells)]
 
 
 def row_of_mixture(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[str]:
@@ -129,6 +163,15 @@ def row_of_mixture(passed: dict[Case, bool], refused: dict[Case, str], kind: str
     cells = [
         [Case(kind, mesh, zero=stage, auxiliary=auxiliary) for auxiliary in losses]
         for mesh, stage in EXPERT_MESHES
+    ]
+    return [kind, *(signs(passed, refused, cases) for cases in cells)]
+
+
+def row_of_pipeline(passed: dict[Case, bool], refused: dict[Case, str], kind: str) -> list[str]:
+    """Every schedule, on all that it is tried on."""
+    cells = [
+        [Case(kind, mesh, schedule=schedule) for mesh in meshes]
+        for schedule, meshes in SCHEDULES.items()
     ]
     return [kind, *(signs(passed, refused, cases) for cases in cells)]
 
@@ -142,6 +185,8 @@ def counted_kinds(name: str, options: list[tuple[Any, ...]]) -> list[str]:
         return list(AUXILIARY)
     if "ep" in case.mesh:
         return list(MIXTURES)
+    if "pp" in case.mesh and name != "pipeline":
+        return list(PIPELINED)
     return list(RECOMPUTED) if case.recompute != "none" else TYPES
 
 
@@ -178,12 +223,15 @@ def tables(path: str, before: str = "") -> str:
     stages = " / ".join(map(str, STAGES))
     headers = ["architecture", *MESHES, *(f"{mesh}, ZeRO {stages}" for mesh in ZERO_MESHES)]
     headers += [with_stage(*each) for each in CONTEXT_MESHES]
-    headers.append("fallback ops")
+    headers += [STAGED, "fallback ops"]
     rows = [[*row(passed, refused, kind), fallbacks.get(kind, "?")] for kind in TYPES]
     architectures = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
     headers = ["mixtures of experts", *(with_stage(*each) for each in EXPERT_MESHES)]
     rows = [row_of_mixture(passed, refused, kind) for kind in MIXTURES]
     mixtures = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
+    headers = ["schedules", *(f"{name}, {' / '.join(on)}" for name, on in SCHEDULES.items())]
+    rows = [row_of_pipeline(passed, refused, kind) for kind in PIPELINED]
+    pipelines = tabulate(kept(rows, headers, old), headers=headers, tablefmt="github")
     counted = []
     for name, options in COMBINATIONS.items():
         kinds = counted_kinds(name, options)
@@ -206,6 +254,10 @@ def tables(path: str, before: str = "") -> str:
         "the loss of the routers (`output_router_logits`), where the model adds one.",
         "",
         mixtures,
+        "",
+        "Four layers in stages, in every order that there is; interleaved has two stages a rank.",
+        "",
+        pipelines,
         "",
         combinations,
         "",

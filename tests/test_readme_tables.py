@@ -27,7 +27,7 @@ def results(path, cases, failed=(), refused=()):
 
 
 MATRIX = test_zoo.QUICK + test_zoo.WITHOUT_ZERO + test_zoo.WITH_ZERO + test_zoo.CONTEXT
-MATRIX += test_zoo.EXPERTS + test_zoo.WITHOUT_EXPERTS
+MATRIX += test_zoo.EXPERTS + test_zoo.WITHOUT_EXPERTS + test_zoo.PIPELINES
 ON, WITH_EXPERTS = (each[2:] for each in readme_tables.OTHERS.values())
 OTHERS = [Case(kind, *ON) for kind in ("olmo", "jetmoe")] + [Case("olmoe", *WITH_EXPERTS)]
 
@@ -49,6 +49,8 @@ def everything(tmp_path):
             Case("gpt2", "tp=2", sequence_parallel=False),
             Case("bloom", "cp=4", context="ulysses"),
             Case("gpt_oss", "ep=4", auxiliary=True),
+            Case("bert", "pp=4", schedule="zb"),
+            Case("gpt2", "pp=2,dp=2", zero=2),
         ],
         refused=[Case("jetmoe", *ON), *test_zoo.SCANS],
     )
@@ -60,6 +62,7 @@ def test_the_full_matrix_fills_all_tables(everything):
     assert cells(everything, "glm4") == [
         *("yes / yes", "yes / yes", "yes", "yes / yes"),
         *(["yes / yes / yes"] * 7),
+        "yes",
         "0",
     ]
 
@@ -74,6 +77,12 @@ def test_mixtures_have_a_table_of_their_own(everything):
     assert cells(everything, "mixtral", table=1) == ["yes / yes"] * 6
     assert cells(everything, "gpt_oss", table=1)[:2] == ["yes / yes", "yes / NO"]
     assert cells(everything, "deepseek_v3", table=1) == ["yes"] * 6
+
+
+def test_schedules_have_a_table_of_their_own(everything):
+    assert cells(everything, "llama", table=1) == [*(["yes / yes"] * 4), "yes"]
+    assert cells(everything, "bert", table=1)[2] == "yes / NO"
+    assert cells(everything, "mixtral", table=2)[0] == "yes / yes"
 
 
 def test_what_is_refused_says_so(everything):
@@ -96,6 +105,13 @@ def test_combinations_are_counted(everything):
         ("context + expert parallel", "cp=2,ep=2", "4 of 4"),
         ("expert parallel, ZeRO 3, accumulation", "ep=2", "4 of 4"),
         ("data parallel over ep, without experts", "ep=2 and dp=2,ep=2", "40 of 40"),
+        ("pipeline", "pp=2", "24 of 24"),
+        ("pipeline of 4 layers, zb", "pp=2 and pp=4", "7 of 8"),
+        ("pipeline of 4 layers, interleaved", "pp=2", "4 of 4"),
+        ("pipeline, gpipe, loss of routers", "pp=2", "3 of 3"),
+        ("pipeline + data parallel, ZeRO 2, accumulation", "pp=2,dp=2", "3 of 4"),
+        ("pipeline + tensor + sequence parallel", "pp=2,tp=2", "4 of 4"),
+        ("pipeline + expert parallel, ZeRO 3, accumulation", "pp=2,ep=2", "4 of 4"),
     ):
         assert cells(everything, strategies, meshes) == [want]
 

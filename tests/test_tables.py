@@ -573,7 +573,8 @@ def test_the_passes_table_says_what_each_pass_changed():
     names = [r["pass"] for r in rows(module, "passes")]
     first = ["canonicalize", "fuse_attention", "fuse_experts", "infer_axes"]
     assert names[:4] == first
-    assert names[-4:] == ["partition", "overlap_experts", "zero(stage=0)", "all"]
+    last = ["partition", "overlap_experts", "pipeline_parallel", "zero(stage=0)", "all"]
+    assert names[-5:] == last
     assert "assignments 0 -> 1" in row(module, "passes", **{"pass": "data_parallel"})["changed"]
     assert "collectives 0 ->" in row(module, "passes", **{"pass": "partition"})["changed"]
     assert all(float(r["seconds"]) >= 0 for r in rows(module, "passes"))

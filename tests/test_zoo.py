@@ -2,7 +2,7 @@
 
 Quick: all 24 on ``dp=2,tp=2`` with sequence parallelism and ZeRO 3, on ``tp=2`` with neither, and
 on ``cp=2,tp=2`` with one of the ways of context parallelism; one with mixtures of experts on each
-of the meshes that cut experts; and a few cases of the rest that change every day
+of the meshes that cut experts; some on stages; and a few cases of the rest that change every day
 (``AUTOSHARD_DAY=2026-01-31`` brings a day back). ``--slow`` runs the full matrix. Every case with a
 ZeRO stage adds up two batches a step.
 """
@@ -16,13 +16,18 @@ from zoo import (
     AUXILIARY,
     CONTEXTS,
     EXPERT_MESHES,
+    MIXED_EXPERT_MESHES,
+    MIXED_MESHES,
     MIXTURES,
     OTHER_MIXTURES,
+    PIPELINED,
     RECOMPUTED,
+    SCHEDULES,
     TYPES,
     WITHOUT_SCANS,
     Case,
     batch,
+    stages_of_zero,
     tiny,
 )
 
@@ -99,12 +104,40 @@ QUICK_EXPERTS = [
 WITHOUT_EXPERTS = [
     Case(kind, mesh) for mesh in ("ep=2", "dp=2,ep=2") for kind in TYPES if kind not in MIXTURES
 ]
+PIPELINES = [Case(kind, "pp=2") for kind in TYPES]
+PIPELINES += [
+    Case(kind, mesh, schedule=schedule)
+    for schedule, meshes in SCHEDULES.items()
+    for mesh in meshes
+    for kind in PIPELINED
+]
+#: The loss of routers is no sum over micro-batches.
+PIPELINES += [Case(kind, "pp=2", auxiliary=True, schedule="gpipe") for kind in AUXILIARY]
+PIPELINES += [
+    Case(kind, mesh, zero=stage)
+    for kinds, meshes in ((PIPELINED, MIXED_MESHES), (MIXTURES, MIXED_EXPERT_MESHES))
+    for mesh in meshes
+    for stage in stages_of_zero(mesh)
+    for kind in kinds
+]
+PIPELINES += [Case(kind, "pp=2,dp=2", zero=3, recompute="block") for kind in PIPELINED]
+PIPELINES = list(dict.fromkeys(PIPELINES))
+QUICK_PIPELINES = [
+    Case("llama", "pp=2"),
+    Case("gpt2", "pp=4", schedule="zb"),
+    Case("bert", "pp=2", schedule="interleaved"),
+    Case("llama", "pp=4", schedule="dualpipev"),
+    Case("gpt2", "pp=2,dp=2,tp=2", zero=3),
+    Case("deepseek_v3", "pp=2,ep=2", zero=3),
+]
+WITH_PP = [case for case in PIPELINES if case not in QUICK_PIPELINES]
 WITH_EP = [case for case in EXPERTS if case not in QUICK_EXPERTS] + WITHOUT_EXPERTS
 DAY = date.fromisoformat(os.environ.get("AUTOSHARD_DAY", date.today().isoformat()))
 CHANCE = random.Random(DAY.toordinal())
 TODAY = CHANCE.sample(WITHOUT_ZERO, 5) + CHANCE.sample(WITH_ZERO, 5)
 TODAY += CHANCE.sample([case for case in WITH_CONTEXT if case not in QUICK_CONTEXT], 5)
 TODAY += CHANCE.sample(WITH_EP, 3)
+TODAY += CHANCE.sample(WITH_PP, 4)
 
 
 def record_case(record, case: Case) -> None:
@@ -115,18 +148,22 @@ def record_case(record, case: Case) -> None:
 def proved(record, case: Case, steps: int = 2) -> None:
     """Agrees with one device; `tests/readme_tables.py` reads what is recorded here."""
     record_case(record, case)
+    sizes = dict.fromkeys(("num_hidden_layers", "n_layer"), case.layers)
     report = verify(
-        tiny(case.kind, **({"output_router_logits": True} if case.auxiliary else {})),
+        tiny(case.kind, **sizes, **({"output_router_logits": True} if case.auxiliary else {})),
         case.mesh,
-        example_inputs=batch(),
+        example_inputs=batch(b=case.rows),
         steps=steps,
         sequence_parallel=case.sequence_parallel,
         zero=case.zero,
         accumulate=case.accumulate,
         recompute=case.recompute,
         context_parallel=case.context,
+        schedule=case.schedule,
+        microbatches=case.microbatches,
     )
     program = report.sharded.program
+    assert program.pipeline is None or program.pipeline.microbatches == case.microbatches
     record("fallbacks", len(program.fallbacks))
     assert report.ok, str(report)
     if case.kind in (*MIXTURES, *OTHER_MIXTURES) and "ep" in case.mesh:  # not only equal: cut
@@ -148,6 +185,11 @@ def test_tokens_cut_through_attention_train_like_one_device(case, record_propert
 
 @pytest.mark.parametrize("case", QUICK_EXPERTS, ids=str)
 def test_experts_on_meshes_with_ep_train_like_one_device(case, record_property):
+    proved(record_property, case)
+
+
+@pytest.mark.parametrize("case", QUICK_PIPELINES, ids=str)
+def test_layers_on_stages_train_like_one_device(case, record_property):
     proved(record_property, case)
 
 
@@ -191,6 +233,12 @@ def test_full_matrix_trains_like_one_device(case, record_property):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_EP, ids=str)
 def test_all_meshes_with_ep_train_like_one_device(case, record_property):
+    proved(record_property, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_PP, ids=str)
+def test_all_pipelines_train_like_one_device(case, record_property):
     proved(record_property, case)
 
 

@@ -8,7 +8,9 @@ tried: an architecture, a mesh and the options of the compiler.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -63,11 +65,31 @@ class Case(NamedTuple):
     recompute: str = "none"
     context: str = "ring"
     auxiliary: bool = False  # with the loss of the routers
+    schedule: str = "1f1b"
 
     @property
     def accumulate(self) -> int:
         """Batches a step: what stages differ in shows with two."""
         return 2 if self.zero else 1
+
+    @property
+    def layers(self) -> int:
+        """Two but for those whose layers every schedule shares out."""
+        return 4 if "pp" in self.mesh and self.kind in PIPELINED else 2
+
+    @property
+    def rows(self) -> int:
+        """Of the global batch: with pp, every data rank has two or more."""
+        ranks = math.prod(int(size) for size in re.findall(r"(?:dp|ep)=(\d+)", self.mesh))
+        return max(4, 2 * ranks) if "pp" in self.mesh else 4
+
+    @property
+    def microbatches(self) -> int | None:
+        """Of one row each where a schedule has them in turn; of two or more where there are data
+        ranks, or sums over ranks, too."""
+        if "pp" not in self.mesh:
+            return None
+        return self.rows if self.mesh in ("pp=2", "pp=4") else 2
 
     def __str__(self) -> str:
         parts = [self.kind, self.mesh, "sp" if self.sequence_parallel else "no_sp"]
@@ -75,6 +97,7 @@ class Case(NamedTuple):
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.context] if "cp" in self.mesh else []
         parts += ["auxiliary"] if self.auxiliary else []
+        parts += [self.schedule] if "pp" in self.mesh else []
         return "-".join(parts)
 
 
@@ -87,6 +110,22 @@ EXPERT_MESHES = (
     ("cp=2,ep=2", 0),
     ("ep=2", 3),
 )
+
+#: Those whose layers every schedule shares out, and on how many ranks each does.
+PIPELINED = RECOMPUTED
+SCHEDULES = {
+    **dict.fromkeys(("gpipe", "1f1b", "zb", "dualpipev"), ("pp=2", "pp=4")),
+    "interleaved": ("pp=2",),
+}
+#: Meshes of stages that other strategies cut, too; and those of them that cut experts.
+MIXED_MESHES = ("pp=2,dp=2", "pp=2,tp=2", "pp=2,dp=2,tp=2", "pp=2,cp=2,tp=2")
+MIXED_EXPERT_MESHES = ("pp=2,ep=2", "pp=2,dp=2,ep=2,tp=2")
+
+
+def stages_of_zero(mesh: str) -> tuple[int, ...]:
+    """The stages that differ on a mesh: over tp and pp, nothing is shared out."""
+    return (0, 1, 2, 3) if re.search("dp|cp|ep", mesh) else (0,)
+
 
 #: What a config field is set to, where the config has it.
 SIZES = {

@@ -99,6 +99,7 @@ class Reducer:
                 flags = torch.ones(len(keys), device=module.tensor(keys[0]).device)
                 self._present[kind] = keys, flags
         self.stage: int | None = None  # of a pipeline, the one whose backward runs
+        self.reached = False  # whether that has added to a gradient
         self._active: list[Bucket] = []  # those that this backward reduces
         self._summed: set[str] = set()  # parameters whose .grad is a sum over the ranks
         self._accumulators: list[Any] = []
@@ -154,17 +155,30 @@ class Reducer:
             if not bucket.first:
                 view_of(grad, piece).zero_()
 
+    def complete(self, stage: int) -> None:
+        """The last backward of a stage is done: what is left of its gradients, where that has
+        added to none of them, is reduced now."""
+        if self.reached:
+            return
+        self._open(stage)
+        self._finish()
+
+    def _open(self, stage: int | None) -> None:
+        self._next = 0
+        self._active = [b for b in self.buckets if b.stage == stage]
+        for bucket in self._active:
+            bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
+
     def _ready(self, key: str) -> None:
         if not self.module._syncing:
             return
+        self.reached = True
         task = torch._C._current_graph_task_id()
         if (
             task != self._task
         ):  # an earlier backward that raised may have left its buckets half done
-            self._task, self._next = task, 0
-            self._active = [b for b in self.buckets if b.stage == self.stage]
-            for bucket in self._active:
-                bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
+            self._task = task
+            self._open(self.stage)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         for bucket, piece, start in self.of[key]:
             self._put(bucket, key, piece, start)

@@ -80,7 +80,7 @@ class Step:
     values: dict[tuple[str, int], Each] = field(default_factory=dict)
     alive: dict[tuple[int, int], Alive] = field(default_factory=dict)
     grads: dict[tuple[int, int], dict[str, Each]] = field(default_factory=dict)
-    joined: bool = False
+    late: dict[int, dict[str, list[Each]]] = field(default_factory=dict)
 
     @property
     def turns(self) -> int:
@@ -133,14 +133,21 @@ class Runner:
         """What the graph gives that is made here, by name, in every micro-batch."""
         step, found = self._step, dict[str, list[Each]]()
         for stage in self.own:
-            with torch.no_grad():
+            if stage in step.late:
+                found |= step.late[stage]
+                continue
+            with torch.no_grad(), self._at(stage, 0):
                 found |= self._after(stage)
-        ranks, turns = range(self.engine.ranks), range(step.turns)
+        ranks, every = range(self.engine.ranks), range(step.turns)
         for name, at in self.plan.made.items():
             if name not in found and at in self.own:
-                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in turns]
+                found[name] = [[self._value(name, turn, r) for r in ranks] for turn in every]
         self.step = None
         return found
+
+    def drop(self) -> None:
+        """Keep nothing of a step that did not come to its end."""
+        self.step = None
 
     @property
     def _step(self) -> Step:
@@ -193,12 +200,16 @@ class Runner:
     def _join(self, stage: int) -> None:
         """All forwards are done: the loss, and its gradients by what the bodies gave."""
         step = self._step
-        if step.joined:
+        if stage in step.late:
             return
-        step.joined = True
         piece = self.plan.stages[stage].after
         with torch.enable_grad():
-            torch.autograd.backward(self._after(stage)[self.plan.seed][0])
+            found = self._after(stage)
+            torch.autograd.backward(found[self.plan.seed][0])
+        step.late[stage] = {
+            name: [[x.detach() if _is_tensor(x) else x for x in each] for each in by_turn]
+            for name, by_turn in found.items()
+        }
         made = self.plan.stages[stage].body.gives
         for name in made:
             for turn in range(step.turns if name in piece.takes else 0):

@@ -29,6 +29,7 @@ class Reductions:
         #: whether no_sync accumulated gradients of a caller's own loss, which may differ by rank
         self.open_question = False
         self._task = -1  # the backward that is being reduced, by autograd's number of it
+        self.reached = False  # whether the last backward of a pipeline's stage has added to any
         self._pending: deque[Iterator[Any]] = deque()
         self._ready: dict[int, list[torch.Tensor | None]] = {}
         self._forwards: dict[int, tuple[Any, list[Any]]] = {}
@@ -41,6 +42,7 @@ class Reductions:
 
     def add(self, gathering: Any, grads: list[torch.Tensor | None]) -> None:
         """Gradients of a unit are complete; called in backward, in the same order on all ranks."""
+        self.reached = True
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._reset()  # an earlier backward that raised may have left things half done
@@ -61,6 +63,16 @@ class Reductions:
         while order and id(order[0]) in self._ready:
             first = order.pop(0)
             self._launch(first, self._ready.pop(id(first)))
+
+    def complete(self, gatherings: list[Any]) -> None:
+        """Reduce what was accumulated of these, in order, where the backward that was to do so has
+        added to nothing."""
+        if self.reached:
+            return
+        for gathering in gatherings:
+            if self._waits(gathering):
+                self._launch(gathering, [None] * len(gathering.weights.trainable))
+        self._finish()
 
     def _reset(self) -> None:
         self._task = -1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import socket
 import time
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from autoshard.errors import MeshError, ShardingError, message
 from autoshard.mesh import SubMesh
 from autoshard.outline import draws
 from autoshard.pipeline import joined, plan_of, split_inputs
@@ -33,8 +35,8 @@ from autoshard.runtime.turns import on_one_rank
 from autoshard.schedule import Action, Transfer, steps
 from autoshard.timeline import Event, Timeline
 
-#: How many sends may be under way for each rank of pp before the oldest is waited for.
-UNDER_WAY = 2
+#: How many transfers like the last one may be under way before the oldest is waited for.
+UNDER_WAY = 4
 
 
 def along_pipeline(mesh: SubMesh, rank: int) -> list[int]:
@@ -61,18 +63,34 @@ class Wire:
         self.sent: list[tuple[Any, torch.Tensor]] = []
         #: by source and target, for each value whether its gradient comes back
         self.back: dict[tuple[int, int], tuple[bool, ...]] = {}
+        #: by source and target, what has sizes that depend on the data
+        self.varying: set[tuple[int, int]] = set()
         self.asked: dict[Any, list[bool]] = {}  # of what comes back, what has a reader
         #: see `failures.agree`: by which number this is known; of the step that runs
         self.number, self.timeout = next(_numbers), timeout
         self.agreed: set[Any] = set()
         self.agreements = 0
         self.shapes: dict[str, list[int]] = {}
+        self.broken = False  # a step did not come to its end
 
     def begin(self, signatures: list[Any], back: dict[tuple[int, int], tuple[bool, ...]]) -> None:
-        """Begin a step; nothing of an earlier one that failed is left. ``signatures``: of every
+        """Begin a step. Raises MeshError behind one that failed. ``signatures``: of every
         micro-batch what shapes depend on; ``back``: by stages that send something to another,
         whether gradients of each value come back."""
+        if self.broken:
+            raise MeshError(
+                message(
+                    "a step in stages",
+                    "transfers along pp",
+                    "an earlier step ended with an error half way through",
+                    "what was posted then would be taken for what is sent now",
+                    "start all ranks again, and load the last checkpoint",
+                )
+            )
         self.signatures, self.back = signatures, back
+
+    def clear(self) -> None:
+        """Keep nothing of a step."""
         for left in (self.outbox, self.inbox, self.asked, self.sent):
             left.clear()
 
@@ -114,7 +132,7 @@ class Wire:
         for i, x in enumerate(values):
             x = x.contiguous()
             self.sent.append((dist.isend(x, other, self.group, _tag(key, i, x)), x))
-        while len(self.sent) > UNDER_WAY * len(self.ranks) * max(len(values), 1):
+        while len(self.sent) > UNDER_WAY * max(len(values), 1):
             self.sent.pop(0)[0].wait()
 
     def _receive(self, key: Any, other: int) -> None:
@@ -123,7 +141,7 @@ class Wire:
         if back:
             assert known is not None
             known = [each for each in known if each[0] == "tensor" and each[3]]
-        elif known is None or any(each[0] != "tensor" for each in known):
+        elif known is None or self._varies(source, target, known):
             got: list[Any] = [None]
             dist.recv_object_list(got, other, group=self.group, device=self.device)
             self._is_new(key, known := got[0])
@@ -144,9 +162,13 @@ class Wire:
         """Take note of what is sent; whether the other end cannot know it."""
         source, target, turn, _ = key
         about = source, target, self.signatures[turn]
-        new = about not in self.headers or any(each[0] != "tensor" for each in header)
+        new = about not in self.headers or self._varies(source, target, header)
         self.headers[about] = header
         return new
+
+    def _varies(self, source: int, target: int, header: list[Any]) -> bool:
+        """Whether what is sent may be of another kind or size for inputs of the same shapes."""
+        return (source, target) in self.varying or any(each[0] != "tensor" for each in header)
 
     def finish(self) -> None:
         """All that was sent has left, and what nobody took has come."""
@@ -155,9 +177,6 @@ class Wire:
         for _, works in self.inbox.values():
             for work in works:
                 work.wait()
-        self.sent.clear()
-        self.inbox.clear()
-        self.asked.clear()
 
 
 def _cut_off(x: Any) -> Any:
@@ -203,6 +222,8 @@ class OneRank:
         self.module.set_syncing(self.syncing, stage)
         try:
             yield
+            if self.syncing:
+                self.module.complete(stage)
         finally:
             self.module.set_syncing(False)
 
@@ -218,11 +239,15 @@ class Line:
         own = self.pipeline.of_position(self.position)
         clock = functools.partial(_now, module._device)
         self.runner = Runner(self.plan, own, self.engine, module.wire, clock)
-        self.random = any(draws(n) for s in self.plan.stages for n in s.body.graph.nodes)
+        graphs = [piece.graph for s in self.plan.stages for piece in s.pieces]
+        self.random = any(draws(n) for graph in graphs for n in graph.nodes)
         self.back = {
             (at, to): tuple(name in stage.returns[to] for name in names)
             for at, stage in enumerate(self.plan.stages)
             for to, names in stage.sends.items()
+        }
+        module.wire.varying |= {
+            (at, to) for at, stage in enumerate(self.plan.stages) for to in stage.varying
         }
         self._orders: dict[int, tuple[bool, list[tuple[Action | Transfer, bool]]]] = {}
         #: of the last run: actions, when each began and when it ended
@@ -246,9 +271,12 @@ class Line:
     def run(self, inputs: dict[str, Any], count: int, syncing: bool) -> dict[str, Any]:
         """All micro-batches through this rank's stages; the results made here, by name."""
         module, wire = self.module, self.module.wire
-        mode = self.program.training, self.for_loss
+        mode: Any = self.program.training, self.for_loss
+        if self.for_loss:
+            self._refuse_inputs_with_gradients(inputs)
         failures.agree(module, {self.program.inputs[k]: x for k, x in inputs.items()}, mode)
         parts = split_inputs(self.program, inputs, count)
+        mode = *mode, _autocast(module._device)
         wire.begin([(mode, *(_shape(x) for x in part.values())) for part in parts], self.back)
         for load in module._running.loads.values():
             load.begin()
@@ -258,6 +286,7 @@ class Line:
         module.set_syncing(False)
         splits, order = self.order(count)
         self.spans = []
+        wire.broken = True
         try:
             held = [module.held_tensors()]
             self.runner.begin(held, [[part] for part in parts], seed, grad)
@@ -270,7 +299,10 @@ class Line:
                 self.spans.append((step, self.runner.began, self.runner.clock()))
             found = self.runner.end()
             wire.finish()
+            wire.broken = False
         finally:
+            self.runner.drop()
+            wire.clear()
             module.set_syncing(syncing)
             module._store.end_step()
         return {
@@ -280,13 +312,33 @@ class Line:
             for name, by_turn in found.items()
         }
 
+    def _refuse_inputs_with_gradients(self, inputs: dict[str, Any]) -> None:
+        asked = [n for n, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+        if asked:
+            raise ShardingError(
+                message(
+                    "train_step",
+                    f"inputs {', '.join(self.program.inputs[n] for n in asked)}",
+                    "they require gradients",
+                    "every rank along pp is given the inputs, and their gradients are not summed",
+                    "pass them detached, or use a mesh without pp",
+                )
+            )
+
     def timeline(self) -> Timeline:
         """When the ranks along pp ran what in the last run; all of them call it, and wait. Times
-        are seconds from the first begin; clocks of other hosts are taken to agree."""
+        are seconds from the first begin; clocks of several hosts are set by a barrier."""
         ends = [(str(a), *_seconds(begin, end, self.spans[0][1])) for a, begin, end in self.spans]
         wire = self.module.wire
         told: list[Any] = [None] * len(wire.ranks)
-        dist.all_gather_object(told, ends, group=wire.group)
+        dist.barrier(wire.group)
+        mine = socket.gethostname(), time.perf_counter(), ends
+        dist.all_gather_object(told, mine, group=wire.group)
+        several = len({host for host, *_ in told}) > 1
+        told = [
+            [(a, b - now * several, e - now * several) for a, b, e in of_rank]
+            for _, now, of_rank in told
+        ]
         first = min(begin for of_rank in told for _, begin, _ in of_rank)
         events = []
         for rank, of_rank in enumerate(told):
@@ -295,6 +347,12 @@ class Line:
                 about = a.stage, a.microbatch, begin - first, end - first
                 events.append(Event(rank, a.kind, text, *about))
         return Timeline(tuple(events), len(told), self.pipeline.schedule, "measured")
+
+
+def _autocast(device: torch.device) -> Any:
+    """What decides on the types of results beside those of inputs."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
 
 
 def _shape(x: Any) -> Any:

@@ -498,6 +498,13 @@ class Store:
         on_cuda = self.device is not None and self.device.type == "cuda"
         return host.pin_memory() if on_cuda else host
 
+    def complete(self, stage: int, weights: Iterable[Weights]) -> None:
+        """Reduce what is accumulated of a stage's units, where its last backward has added to
+        none."""
+        units = [w for w in weights if w.unit.stage == stage and w.trainable]
+        forward = Forward(self, own_loss=True)
+        self.reductions.complete([Gathering(w, forward) for w in reversed(units)])
+
     def end_step(self) -> None:
         """All micro-batches are done: weights that were kept for them go."""
         self._empty(self.for_step & self.kept.keys())
@@ -540,7 +547,7 @@ class Store:
         for gathering in self.running.all:
             gathering.drop()  # of a forward whose backward is still to come, if it comes
         self.running = Forward(self, own_loss)
-        if not self.syncing and not own_loss:
+        if not self.syncing and not own_loss and torch.is_grad_enabled():
             self.reductions.open_question = True
         if not torch.is_grad_enabled():
             yield
