@@ -1,4 +1,4 @@
-"""Every rank of a pipeline hears of one that fails, and why; none hangs, and no process is aborted."""
+"""Every rank of a pipeline hears of one that fails, and why: none hangs, no process is aborted."""
 
 import re
 
