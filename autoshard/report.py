@@ -727,7 +727,7 @@ def groups_table(program: Program, ranks_per_node: int | None = None, position: 
         sent.setdefault(c.axes, []).append(c)
     rows = []
     for over in sorted(sent, key=lambda axes: _outermost_first(axes, program)):
-        found = _groups_over(program, over)
+        found = groups_over(program, over)
         row: list[Any] = [over, len(found[0]), len(found), listed(found)]
         row += [] if ranks_per_node is None else [crosses(found, ranks_per_node)]
         step = [c for c in sent[over] if c.why != OUTPUTS]
@@ -742,7 +742,7 @@ def groups_table(program: Program, ranks_per_node: int | None = None, position: 
     return Table(headers, rows, ("size", "groups", "bytes", number), note=note)
 
 
-def _groups_over(program: Program, over: str) -> list[list[int]]:
+def groups_over(program: Program, over: str) -> list[list[int]]:
     """The groups along mesh axes as a `Collective` has them."""
     axes, _, along = over.partition(":")
     found = groups(program.mesh, tuple(axes.split(",")))

@@ -21,6 +21,7 @@ from autoshard.batches import each, microbatch_count, of_microbatch
 from autoshard.cost import local_shape, shard_numel
 from autoshard.pipeline import Plan, plan_of
 from autoshard.program import Conversion, Parameter, Program
+from autoshard.runtime.turns import common
 from autoshard.shapes import closed_forms
 
 
@@ -67,7 +68,8 @@ def routes(program: Program) -> list[Route]:
     for source, stage in enumerate(step_plan(program).stages):
         for target, names in sorted(stage.sends.items()):
             values = [nodes[name] for name in names]
-            back = [node for node in values if given.comes_back(source, node)]
+            returns = stage.returns[target]
+            back = [n for n in values if n.name in returns and given.comes_back(source, n)]
             found.append(
                 Route(
                     source,
@@ -147,11 +149,12 @@ def ties(program: Program, position: int) -> dict[tuple[int, ...], list[Paramete
 
 
 def tied_bytes(program: Program, tied: Iterable[Parameter]) -> list[int]:
-    """Bytes of the gradients that a rank adds up of tied parameters, in one all-reduce a type."""
+    """Bytes of the gradients that a rank adds up of tied parameters, in one all-reduce a type: each
+    with a number that says whether there is one."""
     sizes: Counter[Any] = Counter()
     for parameter in tied:
         value = parameter.value
-        sizes[value.dtype] += shard_numel(parameter, program.mesh) * value.element_size()
+        sizes[value.dtype] += (1 + shard_numel(parameter, program.mesh)) * value.element_size()
     return list(sizes.values())
 
 
@@ -163,43 +166,55 @@ class Runs:
 
     def __init__(self, program: Program, position: int = 0):
         self.program, self.count = program, microbatch_count(program)
-        self.nodes: Counter[str] | None = None
-        if program.pipeline is not None:
-            self.own = stages_at(program, position)
-            self.nodes = self._nodes(step_plan(program))
-            self.all_outputs = self._nodes(plan_of(program, False))
-
-    def _nodes(self, plan: Plan) -> Counter[str]:
-        """How often a micro-batch runs each node, by name: several stages may compute the same."""
-        pieces = [p for s in self.own for p in _pieces(plan, s)]
-        return Counter(n.name for p in pieces for n in p.graph.nodes if n.op == "call_function")
+        self.piped = program.pipeline is not None
+        if self.piped:
+            own = stages_at(program, position)
+            self.step, self.outputs = (
+                _times(plan, own, self.count)
+                for plan in (step_plan(program), plan_of(program, False))
+            )
 
     def of(self, conversion: Conversion) -> tuple[int, int]:
         """How often a conversion runs forward, and backward."""
-        if self.nodes is None:
+        if not self.piped:
             return 1, 1
-        times = self.nodes[conversion.node] or self.all_outputs[conversion.node]
+        (forward, backward), (for_outputs, _) = self.step, self.outputs
+        there = forward[conversion.node] or for_outputs[conversion.node]
+        back = backward[conversion.node]
         unit = self.program.units.get(conversion.value)
         if unit is None or conversion.kind not in UNIT_KINDS:
-            return times * self.count, times * self.count
+            return there, back
         # weights that are kept are gathered once, and gradients kept whole are reduced once
-        once = times, times * self.count
-        return once[not unit.keep], once[not unit.whole_gradients]
+        return (
+            there // self.count if unit.keep else there,
+            back // self.count if unit.whole_gradients else back,
+        )
 
     def bytes(self, times: int, form: Any) -> Any:
         """Bytes of so many runs, each of one micro-batch, of what sends ``form`` for all rows."""
-        if self.nodes is None:
+        if not self.piped:
             return form * times
         return times * each(self.program, form, self.count)
 
 
+def _times(plan: Plan, stages: list[int], count: int) -> tuple[Counter[str], Counter[str]]:
+    """How often each op runs in some stages, by name, and how often backward comes to it: once a
+    micro-batch in every stage that has it, but for what is the same in all of them. Backward starts
+    behind what all micro-batches make together, unless it is joint."""
+    forward, backward = Counter[str](), Counter[str]()
+    for stage in (plan.stages[s] for s in stages):
+        for piece in stage.pieces:
+            once = common(piece.graph) if piece is not stage.body else set()
+            for node in (n for n in piece.graph.nodes if n.op == "call_function"):
+                times = 1 if node in once else count
+                forward[node.name] += times
+                if piece is stage.body or (plan.joint and piece is stage.after):
+                    backward[node.name] += times
+    return forward, backward
+
+
 #: Conversions of a unit of weights.
 UNIT_KINDS = ("start_gather", "wait_gather", "sum_gradients")
-
-
-def _pieces(plan: Plan, stage: int) -> list[Any]:
-    found = plan.stages[stage]
-    return [found.before, found.body, found.after]
 
 
 def summed(forms: Iterable[Any]) -> Any:

@@ -257,21 +257,27 @@ def counted() -> list[int]:
 
 def predicted(program: Any, case: Case) -> dict[str, list[float]]:
     """Bytes of a step from the first host to the second, and back, by the table of collectives, and
-    as gloo sends them. What passes from stage to stage counts where that table has it."""
-    from autoshard.groups import groups
-    from autoshard.report import Sizes, step_collectives
+    as gloo sends them."""
+    from autoshard.report import Sizes, groups_over, step_collectives
+    from autoshard.traffic import positions
 
     sizes, table, gloo = Sizes(program), [0.0, 0.0], [0.0, 0.0]
-    for c in step_collectives(program):
-        sent = sizes.number(c.bytes)
-        found = groups(program.mesh, tuple(c.axes.split(",")))
-        for group, host in itertools.product(found, (0, 1)):
-            ring = sent * ring_crossings(group, case, host)
-            table[host] += ring
-            if by_pairs(c):
-                gloo[host] += sent / (len(group) - 1) * pair_crossings(group, case, host)
-            else:  # gloo's reduce-scatter is an all-reduce of which every rank keeps its part
-                gloo[host] += ring * (2 if c.kind == "reduce_scatter" else 1)
+    for position in range(positions(program)):
+        for c in step_collectives(program, position=position):
+            sent = sizes.number(c.bytes)
+            for group, host in itertools.product(groups_over(program, c.axes), (0, 1)):
+                own = [r for r in group if program.mesh.stage(r) == position]
+                if not own:
+                    continue
+                if c.to is not None:
+                    ring = sent * sum(case.host(r) == host != case.host(group[c.to]) for r in own)
+                else:
+                    ring = sent * ring_crossings(group, case, host, own)
+                table[host] += ring
+                if by_pairs(c):
+                    gloo[host] += sent / (len(group) - 1) * pair_crossings(group, case, host)
+                else:  # gloo's reduce-scatter is an all-reduce of which every rank keeps its part
+                    gloo[host] += ring * (2 if c.kind == "reduce_scatter" else 1)
     return {"table": table, "gloo": gloo}
 
 
@@ -279,14 +285,18 @@ def by_pairs(collective: Any) -> bool:
     """Whether on gloo every rank sends to every other: all-to-alls, and what `runtime.wire` moves,
     which is weights gathered and gradients reduced to the ranks that hold them."""
     of_units = collective.why.startswith(("weights ", "gradients "))
-    return collective.kind == "all_to_all" or (of_units and collective.kind != "all_reduce")
+    others = ("all_reduce", "send")
+    return collective.kind == "all_to_all" or (of_units and collective.kind not in others)
 
 
-def ring_crossings(group: list[int], case: Case, host: int) -> int:
-    """How often a ring round the group goes from a host to the other: so many ranks of it send all
-    that they send to the other one."""
+def ring_crossings(
+    group: list[int], case: Case, host: int, senders: list[int] | None = None
+) -> int:
+    """How often a ring round the group goes from a host to the other: so many ranks of it (of
+    ``senders``, where they are given) send all that they send to the other one."""
     onward = zip(group, [*group[1:], group[0]], strict=True)
-    return sum(case.host(a) == host != case.host(b) for a, b in onward)
+    own = group if senders is None else senders
+    return sum(case.host(a) == host != case.host(b) for a, b in onward if a in own)
 
 
 def pair_crossings(group: list[int], case: Case, host: int) -> int:

@@ -56,7 +56,7 @@ def in_lockstep(
     """
     global turn
     before = turn
-    common: set[fx.Node] = set()  # the same in every micro-batch
+    same = common(graph)
     envs: list[list[dict[fx.Node, Any]]] = [[{} for _ in range(ranks)] for _ in arguments]
     feeds = [[iter(of_rank) for of_rank in of_turn] for of_turn in arguments]
     for node in graph.nodes:
@@ -67,13 +67,11 @@ def in_lockstep(
         elif node.op == "output":
             return [[fx.map_arg(node.args[0], here.__getitem__) for here in env] for env in envs]
         elif node.target in OVER_ALL:
-            common.add(node)
             for rank in range(ranks):
                 made = OVER_ALL[node.target]([env[rank][node.args[0]] for env in envs])
                 for env in envs:
                     env[rank][node] = made
-        elif _is_common(node, common):
-            common.add(node)
+        elif node in same:
             for rank, value in enumerate(run(node, envs[0])):
                 for env in envs:
                     env[rank][node] = value
@@ -86,10 +84,16 @@ def in_lockstep(
     raise AssertionError("a graph without output")
 
 
-def _is_common(node: fx.Node, common: set[fx.Node]) -> bool:
-    """Whether a node gives the same in every micro-batch."""
-    read = node.all_input_nodes
-    return bool(read) and common.issuperset(read) and node.target is not in_first
+def common(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a graph that runs in lockstep which give the same in every micro-batch, and so
+    run once a step: sums over these, and what is made of such sums alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        made_of_sums = bool(read) and found.issuperset(read) and node.op == "call_function"
+        if node.target in OVER_ALL or (made_of_sums and node.target is not in_first):
+            found.add(node)
+    return found
 
 
 def on_one_rank(node: fx.Node, envs: list[dict[fx.Node, Any]]) -> list[Any]:
