@@ -65,7 +65,10 @@ class _Wrapper(nn.Module):
         named = tensors_of(out)
         if self.loss_fn is not None:
             extra = {k: v for k, v in inputs.items() if k in self.targets}
-            named = {"loss": self.loss_fn(out, **extra), **named}
+            loss = self.loss_fn(out, **extra)
+            if not isinstance(loss, torch.Tensor):
+                raise _no_loss_tensor(loss)
+            named = {"loss": loss, **named}
         if not named:
             raise _no_tensors(type(self.model).__name__, out)
         return named
@@ -73,6 +76,18 @@ class _Wrapper(nn.Module):
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         """Inputs are of the type that parameters compute in."""
         return value.to(self.dtype) if self.dtype and value.is_floating_point() else value
+
+
+def _no_loss_tensor(loss: Any) -> CaptureError:
+    return CaptureError(
+        message(
+            "loss_fn",
+            "what it returns",
+            type(loss).__name__,
+            "backward starts from one tensor, the loss",
+            "let it return the loss alone; what else is wanted, the model's forward can return",
+        )
+    )
 
 
 def _no_tensors(who: str, out: Any) -> CaptureError:

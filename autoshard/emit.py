@@ -660,6 +660,8 @@ class ShardedModule(nn.Module):
 
     def _step_in_stages(self, args: Any, kwargs: Any) -> torch.Tensor:
         program, syncing = self.running, self._syncing
+        if not self.live:
+            self._checked_arguments(args, kwargs)  # which says what is missing
         with failures.told(self, "train_step"):
             arguments = self._checked_arguments(args, kwargs)
             line = self._running.runs[True]
@@ -673,6 +675,8 @@ class ShardedModule(nn.Module):
 
     def _forward_in_stages(self, args: Any, kwargs: Any) -> Any:
         program = self.running
+        if not self.live:
+            self._checked_arguments(args, kwargs)
         with failures.told(self, "forward"), torch.no_grad():
             arguments = self._checked_arguments(args, kwargs)
             line = self._running.runs[False]

@@ -195,7 +195,7 @@ class Planner:
         self.stage = {n: s for n in self.nodes if (s := self._stage(n)) is not None}
         self.sums = sums_of(program, graph, self.stage)
         self.early, self.late = self.sums.early, self.sums.late
-        self.trained = self._trained() if for_loss else set()
+        self.trained = self._trained() & self._wanted() if for_loss else set()
         self.dims = {node.name: dims for node, dims in program.dims.items()}
 
     def _stage(self, node: fx.Node) -> int | None:
@@ -294,6 +294,18 @@ class Planner:
         return any(
             a.role == "ragged" or not getattr(a.size, "free_symbols", set()) <= known for a in axes
         )
+
+    def _wanted(self) -> set[fx.Node]:
+        """What backward from the results comes to: not what is read behind a detach alone, of which
+        one device has no gradient, where zeros would be one."""
+        found = set(self.outputs)
+        for node in reversed(self.graph.nodes):
+            if node not in found or node.target is torch.ops.aten.detach.default:
+                continue
+            results = tensor_results(node)
+            if not results or any(x.is_floating_point() or x.is_complex() for x in results):
+                found.update(node.all_input_nodes)
+        return found
 
     def _is_left(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node not in self.stage and node not in self.early

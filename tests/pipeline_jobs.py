@@ -61,6 +61,22 @@ class Penalised(nn.Module):
         return hw.Output(F.mse_loss(out, target) + (self.size**2).sum(), out)
 
 
+class Detached(nn.Module):
+    """Its first two layers have no gradient at all: what comes behind reads them detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, target):
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        x = x.detach()
+        for layer in self.layers[2:]:
+            x = torch.tanh(layer(x))
+        return hw.Output(F.mse_loss(x, target), x)
+
+
 class NormedBlock(nn.Module):
     """With running statistics, and a table that nothing writes."""
 
@@ -108,6 +124,7 @@ MODELS: dict[str, Any] = {
     "half frozen": (half_frozen, lambda: hw.tokens(8)),
     "frozen ties": (frozen_ties, lambda: hw.tokens(8)),
     "penalised": (Penalised, lambda: hw.vectors(8, 16)),
+    "detached": (Detached, lambda: hw.vectors(8, 16)),
     "normed": (Normed, lambda: hw.vectors(8, 16)),
     "looped": (lambda: Mixtures(Looped(), Looped()), lambda: mixture_tokens()),
     "one mixture": (lambda: Mixtures(Looped()), lambda: mixture_tokens()),

@@ -51,7 +51,7 @@ def some_of(values):
 # --- two stages, two data ranks ---
 
 DATA = ("deep 1f1b 0", "deep gpipe 1", "deep zb 2", "deep interleaved 3", "deep dualpipev 1")
-DATA += ("penalised 1f1b 0", "penalised 1f1b 1", "penalised gpipe 3")
+DATA += ("detached interleaved 1", "penalised 1f1b 0", "penalised 1f1b 1", "penalised gpipe 3")
 DATA += ("looped 1f1b 1", "half frozen interleaved 1", "frozen ties 1f1b 3", "biased gpipe 0")
 ACCUMULATED = {
     "1f1b 0": ("snszsnnss", options("1f1b", 0)),

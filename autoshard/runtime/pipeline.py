@@ -245,10 +245,12 @@ class Runner:
                 if name not in late:
                     step.values.pop((name, turn))
         for target, names in what.sends.items():
-            self.carrier.put(stage, target, turn, False, [made[name] for name in names])
+            asked = what.returns[target]
+            given = [made[n] if n in asked else [_detached(x) for x in made[n]] for n in names]
+            self.carrier.put(stage, target, turn, False, given)
         for name, each in made.items():
             if name in late or name in self.plan.made:
-                step.values[name, turn] = [x.detach() if _is_tensor(x) else x for x in each]
+                step.values[name, turn] = [_detached(x) for x in each]
                 if self.plan.joint and name in late:
                     for x, y in zip(step.values[name, turn], each, strict=True):
                         x.requires_grad_(_needs_grad(y))
@@ -278,7 +280,7 @@ class Runner:
         if self.plan.joint and self.plan.made[self.plan.results[0]] == stage:
             self._join(stage)
         for target in what.sends:
-            names = [n for n in what.sends[target] if n in alive.edges]
+            names = [n for n in what.returns[target] if n in alive.edges]
             if names:
                 grads = self.carrier.take(stage, target, turn, back=True)
                 for name, each in zip(names, grads, strict=True):
@@ -322,8 +324,8 @@ class Runner:
         return here[name] if name in here else step.held[rank][name]
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def _needs_grad(x: Any) -> bool:

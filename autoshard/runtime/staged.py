@@ -274,6 +274,7 @@ class Line:
         mode: Any = self.program.training, self.for_loss
         if self.for_loss:
             self._refuse_inputs_with_gradients(inputs)
+            self._refuse_hooks(count)
         failures.agree(module, {self.program.inputs[k]: x for k, x in inputs.items()}, mode)
         parts = split_inputs(self.program, inputs, count)
         mode = *mode, _autocast(module._device)
@@ -322,6 +323,29 @@ class Line:
                     "they require gradients",
                     "every rank along pp is given the inputs, and their gradients are not summed",
                     "pass them detached, or use a mesh without pp",
+                )
+            )
+
+    def _refuse_hooks(self, count: int) -> None:
+        """The caller's hooks on parameters would see the gradients of each micro-batch."""
+        held, module = self.module.held_parameters(), self.module
+        reduced = module._reducer.of if module._reducer is not None else {}
+        hooked = []
+        for key, parameter in held.items() if count > 1 else ():
+            tensor = module.tensor(key)
+            after = len(tensor._post_accumulate_grad_hooks or ())
+            if tensor._backward_hooks or after > (key in reduced):
+                hooked.append(parameter.name)
+        if hooked:
+            more = f" and {len(hooked) - 5} more" if len(hooked) > 5 else ""
+            raise ShardingError(
+                message(
+                    "train_step",
+                    f"hooks on {', '.join(hooked[:5])}{more}",
+                    f"{count} micro-batches",
+                    "a hook on a gradient would run for every micro-batch, on its summand alone",
+                    "change gradients between train_step and the optimizer's step, or pass "
+                    "microbatches=1",
                 )
             )
 
