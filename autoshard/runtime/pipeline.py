@@ -207,7 +207,9 @@ class Runner:
             found = self._after(stage)
             torch.autograd.backward(found[self.plan.seed][0])
         step.late[stage] = {
-            name: [[x.detach() if _is_tensor(x) else x for x in each] for each in by_turn]
+            name: [
+                [x.detach() if isinstance(x, torch.Tensor) else x for x in each] for each in by_turn
+            ]
             for name, by_turn in found.items()
         }
         made = self.plan.stages[stage].body.gives
