@@ -90,11 +90,11 @@ def plan_text(model, mesh, inputs, **options) -> str:
 
 LLAMA = """
 stage 0: model.embed_tokens, model.layers.0
-  to 1: add_6 of model.layers.0
-stage 1: model.layers.1, model.norm, lm_head, model
+  to 1: add_9 of model.layers.0
+stage 1: model.layers.1, model.norm, lm_head, forward
   before: pad slice contiguous mul reshape ne sum to total
   after: total
-backward starts at cross_entropy_loss of model
+backward starts at cross_entropy_loss of forward
 """
 
 SKIPS = """
@@ -288,9 +288,10 @@ def test_frozen_parameters(parts, name):
 def test_a_rank_may_have_nothing_to_train():
     model = Chain()
     model.blocks.requires_grad_(False)
+    model.scale.requires_grad_(False)  # that nothing reads; the first stage holds it
     report = proved(model, microbatches=2)
-    held = report.sharded.rank(0).parameters()
-    assert not any(p.requires_grad for p in held)
+    held = list(report.sharded.parameters())  # of rank 0
+    assert held and not any(p.requires_grad for p in held)
 
 
 # --- buffers ---
@@ -329,7 +330,6 @@ def test_the_load_of_experts_is_that_of_all_micro_batches():
     whole, staged = loads
     assert [load.tokens for load in staged] == [load.tokens for load in whole]
     assert [sum(load.rows) for load in staged] == [sum(load.rows) for load in whole]
-    assert [load.rows[2:] for load in staged][0] == (0, 0)  # the other stage
 
 
 # --- rows ---
