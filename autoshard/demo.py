@@ -1,7 +1,8 @@
 """``autoshard demo``: a small GPT trained on four ranks and, beside them, on one device.
 
 The ranks are processes with the gloo backend on a mesh dp=2, tp=2. Both sides start from the same
-weights and see the same batches, so their loss curves must be one curve.
+weights and see the same batches, so their loss curves must be one curve. In the end the ranks take
+one step more, from the trained weights, with the layers in two stages.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from torch import multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import autoshard
+from autoshard.timeline import bubble_line
 
 MESH = {"dp": 2, "tp": 2}
+#: Of the last step, and in how many micro-batches its stages take their rows.
+STAGES_MESH, MICROBATCHES = {"pp": 2, "tp": 2}, 4
 RANKS = 4
 ROWS, LENGTH, VOCAB = 16, 64, 256
 LEARNING_RATE, MAX_NORM = 2e-3, 1.0
@@ -170,6 +174,17 @@ def _train_rank(rank: int, steps: int, folder: Path, reports: Any) -> None:
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
         reports.put(("weights", str(folder / "weights.pt")))
+    loss, told = _step_in_stages(weights, text.batch(steps))
+    if rank == 0:
+        reports.put(("stages", (loss, told)))
+
+
+def _step_in_stages(weights: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[float, str]:
+    """The loss of one step from these weights on a mesh with pp, and what it did in time."""
+    mesh = init_device_mesh("cpu", tuple(STAGES_MESH.values()), mesh_dim_names=tuple(STAGES_MESH))
+    sharded = autoshard(build()[0], mesh, example_inputs=batch, microbatches=MICROBATCHES)
+    sharded.load_full_state_dict(weights)
+    return float(sharded.train_step(**batch)), bubble_line(sharded.timeline())
 
 
 def _part(batch: dict[str, Tensor], dp: int) -> dict[str, Tensor]:
@@ -209,7 +224,7 @@ def run(steps: int = 100) -> bool:
     single = OneDevice()
     _print_opening(single, steps)
     curves: list[tuple[float, float]] = []
-    drift = float("nan")
+    drift, staged = float("nan"), (float("nan"), "")
     for kind, value in _reports(steps):
         if kind == "tables":
             print(f"\nCompiled in {time.perf_counter() - began:.1f} s.", *value, sep="\n\n")
@@ -217,10 +232,12 @@ def run(steps: int = 100) -> bool:
         elif kind == "loss":
             curves.append((value, single.step()))
             _print_progress(curves, steps)
+        elif kind == "stages":
+            staged = value
         else:
             drift = _drift(torch.load(value), single.model.state_dict())
     print("\n" + plot(curves), columns(curves), sep="\n\n")
-    return _print_verdict(curves, drift, time.perf_counter() - began)
+    return _print_verdict(curves, drift, (*staged, single.step()), time.perf_counter() - began)
 
 
 def _reports(steps: int) -> Iterator[tuple[str, Any]]:
@@ -302,10 +319,20 @@ def columns(curves: list[tuple[float, float]], rows: int = 8) -> str:
     return tabulate(body, headers, floatfmt=("d", ".6f", ".6f", ".1e"))
 
 
-def _print_verdict(curves: list[tuple[float, float]], drift: float, seconds: float) -> bool:
-    """Say whether the two trainings were one; returns it."""
-    apart = max(abs(ranks - single) / abs(single) for ranks, single in curves)
+def _print_verdict(
+    curves: list[tuple[float, float]],
+    drift: float,
+    staged: tuple[float, str, float],
+    seconds: float,
+) -> bool:
+    """Say whether the two trainings were one; returns it. ``staged``: the loss of a step in stages,
+    what it did in time, and the loss on one device."""
+    loss, bubble, alone = staged
+    apart = max(abs(ranks - single) / abs(single) for ranks, single in [*curves, (loss, alone)])
     same = apart <= LOSS_TOLERANCE and drift <= WEIGHT_TOLERANCE
+    mesh = ", ".join(f"{name}={size}" for name, size in STAGES_MESH.items())
+    print(f"\nOne step more in two stages, {mesh}, {MICROBATCHES} micro-batches of rows:")
+    print(f"  loss {loss:.6f}, on one device {alone:.6f}; {bubble}.")
     print(f"\n  * where the curves coincide, o four ranks, x one device; {seconds:.0f} s in all.")
     print(f"  Losses differ by at most {apart:.1e} relative (rounding: {LOSS_TOLERANCE:.0e}),")
     print(f"  the trained weights by at most {drift:.1e} (rounding: {WEIGHT_TOLERANCE:.0e}).")

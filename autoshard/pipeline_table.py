@@ -27,7 +27,8 @@ def pipeline_table(program: Program) -> Table:
     (see `autoshard.flow`), bytes of the parameters that one rank computes with, bytes that one rank
     keeps of a micro-batch from forward to backward, of how many it keeps them when it keeps most,
     and what it sends forward to which stages. Activations, and what is sent, are those of one
-    micro-batch. Below: the order of the schedule, and the share of time in which ranks do nothing.
+    micro-batch; where backward is split they are taken to be kept until W, which is the most there
+    can be. Below: the order of the schedule, and the share of time in which ranks do nothing.
     """
     if program.pipeline is None:
         return Table(["pipeline", "why"], [["none", f"mesh {program.mesh.mesh} has no pp"]])

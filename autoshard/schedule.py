@@ -750,7 +750,7 @@ def peaks(
 ) -> tuple[Counter[int], ...]:
     """For each rank, how many micro-batches of each of its stages it holds when it holds most;
     ``size``: of one micro-batch of a stage. F adds one; B takes it away, or W where backward is
-    split.
+    split (at most: what W does not need goes with I).
 
     >>> peaks(schedule("1f1b", 2, 4))
     (Counter({0: 2}), Counter({1: 1}))

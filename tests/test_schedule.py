@@ -24,6 +24,7 @@ from autoshard.schedule import (
     chunks_of,
     dry_run,
     formula,
+    peaks,
     schedule,
     steps,
 )
@@ -625,3 +626,27 @@ def test_compare():
     assert cells[1] == ["total (s)", "0.016", f"{slow.total:.4g}", f"{slow.total / 0.016:.3f}"]
     assert cells[2][1:] == ["0.012", "0.012", "1.000"]
     assert cells[3][1] == "25.0%"
+
+
+# --- what is kept, by stage; grids in several parts ---
+
+
+def test_peaks_say_of_which_stages_micro_batches_are_kept():
+    plan = schedule("interleaved", 2, 4)
+    for rank, held in enumerate(peaks(plan)):
+        assert sum(held.values()) == activations(plan)[rank]
+        assert {plan.place[stage] for stage in held} == {rank}
+    # where one stage keeps next to nothing, the peak is when the other one keeps most
+    heavy = peaks(plan, lambda stage: 1.0 if stage == 2 else 1e-9)
+    assert heavy[0][2] == max(held[2] for held in peaks(plan, lambda s: float(s == 2)))
+
+
+def test_a_grid_in_parts_has_the_cells_of_the_whole():
+    plan = schedule("1f1b", 3, 5)
+    parts = plan.grid(units=6).split("\n\n")
+    heads = [part.splitlines()[0].split()[1:] for part in parts]
+    assert [len(head) for head in heads[:-1]] == [6] * (len(heads) - 1)
+    assert sum(heads, []) == plan.grid().splitlines()[0].split()[1:]
+    for rank in range(3):
+        whole = plan.grid().splitlines()[2 + rank].split()[1:]
+        assert sum((part.splitlines()[2 + rank].split()[1:] for part in parts), []) == whole
