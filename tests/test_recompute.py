@@ -78,9 +78,9 @@ def test_a_model_without_blocks_says_so():
 
 def test_verify_computes_blocks_again(monkeypatch):
     """Counted: the ops that all ranks run, with recomputation and without."""
-    run, calls = simulate._run, []
+    run, calls = simulate.run_node, []
     monkeypatch.setattr(
-        simulate, "_run", lambda node, *rest: calls.append(node) or run(node, *rest)
+        simulate, "run_node", lambda node, *rest: calls.append(node) or run(node, *rest)
     )
     counts = {}
     for recompute in ("none", "block"):

@@ -469,7 +469,6 @@ def test_pipeline_stages_are_a_group_too():
         "0 4; 1 5; 2 6; 3 7",
         "yes",
     )
-    assert "activations" in by_axis["pp"]["sends in a step"] and by_axis["pp"]["bytes"] == "-"
     assert (by_axis["tp"]["groups"], by_axis["tp"]["crosses nodes"]) == (4, "no")
 
 
