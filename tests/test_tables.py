@@ -1,6 +1,5 @@
 """The tables: real content, published closed forms, and readable for deep models."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -456,20 +455,6 @@ def test_a_warning_stands_below_the_table():
     assert html.endswith("larger</p>")
     assert "warning" not in module.table("groups", ranks_per_node=2)
     assert "warning" not in module.table("groups") and "crosses" not in module.table("groups")
-
-
-def test_pipeline_stages_are_a_group_too():
-    """Layouts do not see the axis: nothing in the graph is over it."""
-    made = sharded("dp=2,tp=2").program
-    piped = dataclasses.replace(made, mesh=SubMesh(MeshSpec(pp=2, dp=2, tp=2)))
-    table = TABLES["groups"](piped, ranks_per_node=4)
-    by_axis = {r[0]: dict(zip(table.headers, r, strict=True)) for r in table.rows}
-    assert list(by_axis)[0] == "pp"
-    assert (by_axis["pp"]["ranks"], by_axis["pp"]["crosses nodes"]) == (
-        "0 4; 1 5; 2 6; 3 7",
-        "yes",
-    )
-    assert (by_axis["tp"]["groups"], by_axis["tp"]["crosses nodes"]) == (4, "no")
 
 
 @pytest.mark.parametrize("wrong", [0, -2, 2.0, "8", True])
