@@ -379,7 +379,7 @@ def failing_capture(mesh, rank: int) -> list[str]:
         refusal(lambda: autoshard(model, mesh, example_inputs=inputs)),
         refusal(
             lambda: autoshard(
-                hw.MLP(), mesh, example_inputs=inputs, microbatches=2 if odd else None
+                hw.MLP(), mesh, example_inputs=inputs, microbatches=0 if odd else None
             )
         ),
     ]
