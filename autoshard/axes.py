@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy
@@ -74,6 +74,11 @@ def atoms(dim: Dim) -> Iterator[Axis]:
         else:
             for part in axis.parts:
                 yield from atoms(part)
+
+
+def dimension_of(axis: Axis, dims: Iterable[Dim]) -> int:
+    """The first dimension of a tensor that an axis cuts."""
+    return next(at for at, dim in enumerate(dims) if axis in set(atoms(dim)))
 
 
 def repeated(dim: Dim) -> Dim:

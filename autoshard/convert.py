@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoshard import collectives
-from autoshard.axes import Axis, Dim, atoms, leaves
+from autoshard.axes import Axis, Dim, atoms, dimension_of, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.layout import I, Layout, P, R, levels
 from autoshard.program import Program
@@ -244,7 +244,7 @@ class Converter(Writer):
         self, kind: str, node: fx.Node, value: Value, layout: Layout, axis: Axis, group: Any
     ) -> fx.Node:
         """A collective along one logical axis, wherever it sits in the tensor's dimensions."""
-        at = next(i for i, d in enumerate(value.dims) if axis in set(atoms(d)))
+        at = dimension_of(axis, value.dims)
         gathers = kind.startswith("all_gather")
         inner = {**layout}
         if not gathers:  # layout already names the result; the operand is whole over the group

@@ -128,9 +128,8 @@ def _before(found: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _forms(program: Program) -> dict[fx.Node, set[str]]:
-    forms: dict[fx.Node, set[str]] = {
-        n: {n.name} for n in program.graph.nodes if n.name in program.parameters()
-    }
+    held = program.parameters()
+    forms: dict[fx.Node, set[str]] = {n: {n.name} for n in program.graph.nodes if n.name in held}
     for node in program.graph.nodes:
         inputs = [n for n in node.all_input_nodes if n in forms]
         if not inputs or node.op != "call_function":

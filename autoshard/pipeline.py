@@ -12,14 +12,14 @@ that reads them, however many stages lie between.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from autoshard.axes import Axis, atoms, leaves
+from autoshard.axes import Axis, dimension_of, leaves
 from autoshard.errors import ShardingError, message
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
@@ -121,8 +121,7 @@ class Stage:
 @dataclass
 class Plan:
     """What the stages run of one graph. ``results``: names of the graph's results; ``made``: of
-    each the stage that has it; ``late``: those that are made of all micro-batches
-    at once.
+    each the stage that has it.
 
     Of a graph run for its loss, ``seed`` names what backward starts from in every micro-batch: what
     each adds to the loss. ``once``: only the first one starts from it, as no rows are in it.
@@ -133,7 +132,6 @@ class Plan:
     stages: list[Stage]
     results: tuple[str, ...]
     made: dict[str, int]
-    late: frozenset[str]
     seed: str = ""
     once: bool = False
     joint: str = ""
@@ -145,7 +143,7 @@ class Plan:
 
 
 def plan(program: Program, graph: fx.Graph, for_loss: bool) -> Plan:
-    """What the stages run of a graph: that of the program, or `emit.loss_graph` of it. Raises
+    """What the stages run of a graph: that of the program, or `objective.loss_graph` of it. Raises
     ShardingError by name where a stage needs all micro-batches of an earlier one."""
     return Planner(program, graph, for_loss).plan()
 
@@ -206,9 +204,8 @@ class Planner:
     def plan(self) -> Plan:
         if found := self.waiting():
             raise waits_for_all(found, self.count)
-        # results of inputs alone, which no stage has: the last one makes them
         last = self.count - 1
-        self.stage |= {n: last for n in self.outputs if self._is_left(n)}
+        self._take_what_is_left()
         seed, once, joint = self._seed()
         wanted: list[dict[fx.Node, None]] = [{} for _ in range(self.count)]
         crossing: dict[tuple[int, int], dict[fx.Node, None]] = {}
@@ -223,7 +220,7 @@ class Planner:
                 wanted[at][node] = None
         if seed is not None and seed not in self.late:
             wanted[self.stage[seed]][seed] = None
-        stages = []
+        stages, splits = [], self.for_loss and self._splits()
         for s in range(self.count):
             body = self._piece(wanted[s], functools.partial(self._given_to_body, s))
             late = {n: None for n in self.nodes if n in self.late and self.stage.get(n) == s}
@@ -237,7 +234,7 @@ class Planner:
             for piece in (before, after):
                 _unmark(piece)
             sends = {b: tuple(ns) for (a, b), ns in crossing.items() if a == s}
-            if self.for_loss and self._splits():
+            if splits:
                 self._leave_weights(body)
             stages.append(
                 Stage(
@@ -254,11 +251,19 @@ class Planner:
             stages,
             tuple(n.name for n in self.outputs),
             {n.name: self._maker(n) for n in self.outputs},
-            frozenset(n.name for n in self.outputs if n in self.late),
             seed.name if seed is not None else "",
             once,
             joint,
         )
+
+    def joint(self) -> str:
+        """Where the loss stops being a sum over micro-batches; empty where it is one."""
+        self._take_what_is_left()
+        return self._seed()[2]
+
+    def _take_what_is_left(self) -> None:
+        """Results of inputs alone, which no stage has: the last one makes them."""
+        self.stage |= {n: self.count - 1 for n in self.outputs if self._is_left(n)}
 
     def _splits(self) -> bool:
         """Whether the schedule has gradients of weights apart from those of inputs."""
@@ -278,11 +283,8 @@ class Planner:
             if node.op == "placeholder":
                 if self._is_trained(node) and self.program.values[node.name].trainable:
                     found.add(node)
-            elif node.target is not torch.ops.aten.detach.default:
-                results = tensor_results(node)
-                floats = any(x.is_floating_point() or x.is_complex() for x in results)
-                if (floats or not results) and not found.isdisjoint(node.all_input_nodes):
-                    found.add(node)
+            elif _may_pass(node) and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
         return found
 
     def _varies(self, node: fx.Node) -> bool:
@@ -300,10 +302,7 @@ class Planner:
         one device has no gradient, where zeros would be one."""
         found = set(self.outputs)
         for node in reversed(self.graph.nodes):
-            if node not in found or node.target is torch.ops.aten.detach.default:
-                continue
-            results = tensor_results(node)
-            if not results or any(x.is_floating_point() or x.is_complex() for x in results):
+            if node in found and _may_pass(node):
                 found.update(node.all_input_nodes)
         return found
 
@@ -413,6 +412,13 @@ class Planner:
         return node.op == "placeholder" or node in self.early
 
 
+def _may_pass(node: fx.Node) -> bool:
+    """Whether gradients may go through a node; where its results are not known, they may."""
+    results = tensor_results(node)
+    floats = any(x.is_floating_point() or x.is_complex() for x in results)
+    return node.target is not torch.ops.aten.detach.default and (floats or not results)
+
+
 def _unmark(piece: Piece) -> None:
     """What runs in lockstep is never computed again."""
     for node in piece.graph.nodes:
@@ -427,6 +433,11 @@ def waiting(program: Program, layers: bool) -> list[fx.Node]:
         of_loss = Planner(program, loss_graph(program), True)
         found += of_loss.waiting() + (of_loss.layers_behind() if layers else [])
     return list({node.name: node for node in found}.values())
+
+
+def joint(program: Program) -> str:
+    """Where the loss of a program stops being a sum over micro-batches, see `Planner.joint`."""
+    return Planner(program, loss_graph(program), True).joint()
 
 
 def sums_behind(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -468,26 +479,31 @@ def split_inputs(program: Program, inputs: dict[str, Any], count: int) -> list[d
     """The inputs of a rank (by placeholder) in micro-batches: pieces of their rows, as even as may
     be; what has no rows is in each."""
     found = [dict(inputs) for _ in range(count)]
-    for node in program.graph.find_nodes(op="placeholder"):
-        axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
-        if node.name not in inputs or not isinstance(axis, Axis):
-            continue
-        at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
-        whole = inputs[node.name]
+    for name, at in _dimensions_of_rows(program, inputs):
+        whole = inputs[name]
         for turn, each in enumerate(found):
             start, stop = piece_bounds(whole.shape[at], count, turn)
-            each[node.name] = whole.narrow(at, start, stop - start)
+            each[name] = whole.narrow(at, start, stop - start)
     return found
 
 
 def rows_of(program: Program, inputs: dict[str, Any]) -> int:
     """How many rows a rank's inputs (by placeholder) have; 1 where they are not cut in time."""
+    found = (int(inputs[name].shape[at]) for name, at in _dimensions_of_rows(program, inputs))
+    return next(found, 1)
+
+
+def _dimensions_of_rows(program: Program, inputs: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Of the inputs that have rows of micro-batches, the dimension that they are."""
     for node in program.graph.find_nodes(op="placeholder"):
-        axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
-        if node.name in inputs and isinstance(axis, Axis):
-            at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
-            return int(inputs[node.name].shape[at])
-    return 1
+        at = _dimension_of_rows(program, node)
+        if node.name in inputs and at is not None:
+            yield node.name, at
+
+
+def _dimension_of_rows(program: Program, node: fx.Node) -> int | None:
+    axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
+    return dimension_of(axis, program.dims[node]) if isinstance(axis, Axis) else None
 
 
 def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
@@ -495,11 +511,8 @@ def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
     other, where it has rows."""
     results = next(n for n in program.graph.nodes if n.op == "output").args[0]
     node = next(n for n in results if n.name == name)
-    axis = (program.layouts.get(node) or {}).get(MICROBATCHES)
-    if len(by_turn) == 1 or not isinstance(axis, Axis):
-        return by_turn[0]
-    at = next(d for d, dim in enumerate(program.dims[node]) if axis in set(atoms(dim)))
-    return torch.cat(by_turn, at)
+    at = _dimension_of_rows(program, node)
+    return by_turn[0] if len(by_turn) == 1 or at is None else torch.cat(by_turn, at)
 
 
 def plan_of(program: Program, for_loss: bool) -> Plan:

@@ -10,14 +10,13 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoshard.mesh import MeshSpec, SubMesh
 from autoshard.pipeline import Plan
 from autoshard.program import Program
 from autoshard.runtime.loads import Load
-from autoshard.runtime.pipeline import Each, Runner
+from autoshard.runtime.pipeline import Each, Runner, cut_off
 from autoshard.schedule import Action, Costs, check, dry_run
 from autoshard.simulate import run_node, simulate
 
@@ -35,15 +34,10 @@ class Mailbox:
         self.letters: dict[Any, list[Each]] = {}
 
     def put(self, source: int, target: int, turn: int, back: bool, values: list[Each]) -> None:
-        self.letters[source, target, turn, back] = [[_cut_off(x) for x in each] for each in values]
+        self.letters[source, target, turn, back] = [[cut_off(x) for x in each] for each in values]
 
     def take(self, source: int, target: int, turn: int, back: bool) -> list[Each]:
         return self.letters.pop((source, target, turn, back))
-
-
-def _cut_off(x: Any) -> Any:
-    """A value as it is when it has travelled."""
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
 class Lockstep:
@@ -78,8 +72,7 @@ def simulate_pipeline(
 ) -> list[dict[str, Each]]:
     """Run all stages on all ranks, and backward when ``grad``. By rank: ``held``, the tensors of
     its placeholders; ``inputs``, those of its inputs in every micro-batch; ``units``, what its
-    graphs name. Gives, by rank, the results that it has, by name and micro-batch (one that is made
-    of all of them: once)."""
+    graphs name. Gives, by rank, the results that it has, by name and micro-batch."""
     pipeline = program.pipeline
     assert pipeline is not None
     count, turns = len(held) // pipeline.ranks, len(inputs[0])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.axes import atoms
+from autoshard.axes import dimension_of
 from autoshard.capture import bind_inputs, data_ranks
 from autoshard.emit import ShardedModule
 from autoshard.errors import CaptureError, MeshError, ShardingError, message
@@ -331,8 +331,7 @@ def _cut_dims(program: Program) -> dict[str, tuple[int, tuple[str, ...]]]:
         layout = program.layouts.get(node) or {}
         over = tuple(m for m, state in layout.items() if not isinstance(state, str))
         if over:
-            dims = program.dims[node]
-            at = next(d for d, dim in enumerate(dims) if layout[over[0]] in set(atoms(dim)))
+            at = dimension_of(layout[over[0]], program.dims[node])
             found[program.inputs[node.name]] = (at, over)
     return found
 
@@ -581,8 +580,7 @@ def _compare_outputs(
                 if result[i] is not None:  # else another stage has it
                     report.add(f"{step} output {name}", f"rank {r}", result[i], expected[name])
             continue
-        axis, dims = layout[cut[0]], program.dims[output.args[0][i]]
-        at = next(d for d, dim in enumerate(dims) if axis in set(atoms(dim)))
+        at = dimension_of(layout[cut[0]], program.dims[output.args[0][i]])
         groups = {tuple(mesh.peers(r, cut)) for r in range(len(results))}
         there = [g for g in sorted(groups) if results[g[0]][i] is not None]
         wholes = [torch.cat([results[r][i] for r in group], at) for group in there]

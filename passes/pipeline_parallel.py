@@ -29,11 +29,10 @@ from autoshard.chain import Pass
 from autoshard.collectives import CONVERSIONS, TABLE
 from autoshard.errors import ShardingError, message
 from autoshard.mesh import MICROBATCHES
-from autoshard.objective import loss_graph
 from autoshard.outline import draws
 from autoshard.pipeline import (
     Pipeline,
-    plan,
+    joint,
     sums_behind,
     sums_of,
     told,
@@ -82,10 +81,8 @@ class PipelineParallel(Pass):
             marked.notes.append(
                 f"pipeline: one micro-batch, as layers behind {behind} need all rows"
             )
-        elif marked.loss is not None and not late:
-            breaks = plan(marked, loss_graph(marked), True).joint
-            if breaks:
-                raise self._joint(breaks)
+        elif marked.loss is not None and not late and (breaks := joint(marked)):
+            raise self._joint(breaks)
         return marked
 
     def _without_effect(self, program: Program) -> Program:
@@ -276,7 +273,7 @@ class Marker:
                 self.free.add(node)
                 if read <= self.constant:
                     self.constant.add(node)
-            elif read <= self.weight | self.constant:
+            elif all(n in self.weight or n in self.constant for n in read):
                 self.weight.add(node)
 
     def _stage_of(self, node: fx.Node) -> int:

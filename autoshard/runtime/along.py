@@ -21,8 +21,7 @@ def everywhere(module: Any, plan: Plan, found: dict[str, Any]) -> dict[str, Any]
     """All results of a forward, on every rank. ``found``: those of this rank's stages."""
     wire, out = module.wire, dict[str, Any]()
     for name in dict.fromkeys(plan.results):
-        at = plan.made[name]
-        out[name] = found[name] if at is None else _shared(wire, wire.place[at], found.get(name))
+        out[name] = _shared(wire, wire.place[plan.made[name]], found.get(name))
     return out
 
 
@@ -31,8 +30,7 @@ def on_last(module: Any, plan: Plan, found: dict[str, Any]) -> dict[str, Any] | 
     wire, out = module.wire, dict(found)
     last = wire.place[-1]
     for name in dict.fromkeys(plan.results):
-        at = plan.made[name]
-        owner = last if at is None else wire.place[at]
+        owner = wire.place[plan.made[name]]
         if owner == last:
             continue
         if wire.here == owner:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from autoshard.pipeline import Plan
+from autoshard.pipeline import Piece, Plan
 from autoshard.runtime import rng, turns
 from autoshard.runtime.split import Queue
 from autoshard.schedule import Action
@@ -100,7 +100,6 @@ class Runner:
     ):
         self.plan, self.own, self.engine, self.carrier = plan, tuple(stages), engine, carrier
         self.step: Step | None = None
-        self.most = 0  # micro-batches alive at one time
         self.clock = clock
         self.began: Any = None  # when the last action had all it needs
 
@@ -114,7 +113,7 @@ class Runner:
         grad: bool,
     ) -> None:
         """Begin a step; ``seed``: of its random numbers, None where there are none."""
-        self.step, self.most = Step(held, inputs, seed, grad), 0
+        self.step = Step(held, inputs, seed, grad)
         for stage in self.own:
             self._before(stage)
 
@@ -171,13 +170,9 @@ class Runner:
         piece = self.plan.stages[stage].before
         if not piece.gives:
             return
-        arguments = [
-            [[self._value(n, turn, r) for n in piece.takes] for r in range(self.engine.ranks)]
-            for turn in range(self._step.turns)
-        ]
         graph, _ = self.engine.graphs(stage)
         with torch.no_grad():
-            results = turns.in_lockstep(graph, arguments, self.engine.node, self.engine.ranks)
+            results = self._in_lockstep(graph, piece)
         for at, name in enumerate(piece.gives):
             self._step.early[name] = [of_rank[at] for of_rank in results[0]]
 
@@ -186,16 +181,21 @@ class Runner:
         piece = self.plan.stages[stage].after
         if not piece.gives:
             return {}
-        arguments = [
-            [[self._value(n, turn, r) for n in piece.takes] for r in range(self.engine.ranks)]
-            for turn in range(self._step.turns)
-        ]
         _, graph = self.engine.graphs(stage)
-        results = turns.in_lockstep(graph, arguments, self.engine.node, self.engine.ranks)
+        results = self._in_lockstep(graph, piece)
         return {
             name: [[of_rank[at] for of_rank in of_turn] for of_turn in results]
             for at, name in enumerate(piece.gives)
         }
+
+    def _in_lockstep(self, graph: fx.Graph, piece: Piece) -> list[list[Any]]:
+        """``[turn][rank]``: the results of a piece that runs on all micro-batches at once."""
+        arguments = [self._arguments(piece, turn) for turn in range(self._step.turns)]
+        return turns.in_lockstep(graph, arguments, self.engine.node, self.engine.ranks)
+
+    def _arguments(self, piece: Piece, turn: int) -> list[list[Any]]:
+        """``[rank]``: what a piece takes in one micro-batch."""
+        return [[self._value(n, turn, r) for n in piece.takes] for r in range(self.engine.ranks)]
 
     def _join(self, stage: int) -> None:
         """All forwards are done: the loss, and its gradients by what the bodies gave."""
@@ -207,9 +207,7 @@ class Runner:
             found = self._after(stage)
             torch.autograd.backward(found[self.plan.seed][0])
         step.late[stage] = {
-            name: [
-                [x.detach() if isinstance(x, torch.Tensor) else x for x in each] for each in by_turn
-            ]
+            name: [[_detached(x) for x in each] for each in by_turn]
             for name, by_turn in found.items()
         }
         made = self.plan.stages[stage].body.gives
@@ -229,10 +227,7 @@ class Runner:
             for name, each in zip(names, received[source], strict=True):
                 step.values[name, turn] = each
         self.began = self.clock()
-        arguments = [
-            [self._value(name, turn, r) for name in what.body.takes]
-            for r in range(self.engine.ranks)
-        ]
+        arguments = self._arguments(what.body, turn)
         queue = Queue() if splits and step.grad else None
         opened = queue.open() if queue is not None else contextlib.nullcontext()
         with torch.set_grad_enabled(step.grad), opened:
@@ -268,16 +263,13 @@ class Runner:
             else:
                 ones = [torch.ones_like(x) for x in ones]
             step.alive[stage, turn] = Alive(received, edges, ones, queue)
-            self.most = max(self.most, len(step.alive))
 
     def _backward(self, stage: int, turn: int, kind: str) -> None:
         step, what = self._step, self.plan.stages[stage]
         alive = step.alive[stage, turn]
-        self.began = self.clock()
         if kind == "W":
-            if alive.queue is not None:
-                alive.queue.run()
-            del step.alive[stage, turn]
+            self.began = self.clock()
+            self._weights(stage, turn)
             return
         if self.plan.joint and self.plan.made[self.plan.results[0]] == stage:
             self._join(stage)
@@ -306,9 +298,14 @@ class Runner:
                 self.carrier.put(source, stage, turn, True, grads)
         alive.received = {}
         if kind == "B":
-            if alive.queue is not None:
-                alive.queue.run()
-            del step.alive[stage, turn]
+            self._weights(stage, turn)
+
+    def _weights(self, stage: int, turn: int) -> None:
+        """What is left for the gradients of weights; nothing is then kept of the micro-batch."""
+        alive = self._step.alive[stage, turn]
+        if alive.queue is not None:
+            alive.queue.run()
+        del self._step.alive[stage, turn]
 
     def _add(self, stage: int, turn: int, name: str, grads: Each) -> None:
         known = self._step.grads.setdefault((stage, turn), {})
@@ -324,6 +321,11 @@ class Runner:
             return step.early[name][rank]
         here = step.inputs[turn][rank]
         return here[name] if name in here else step.held[rank][name]
+
+
+def cut_off(x: Any) -> Any:
+    """A value as it is when it has travelled: a leaf, which needs a gradient where it did."""
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
 def _detached(x: Any) -> Any:

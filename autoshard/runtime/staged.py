@@ -30,7 +30,7 @@ from autoshard.outline import draws
 from autoshard.pipeline import joined, plan_of, split_inputs
 from autoshard.program import Program
 from autoshard.runtime import failures, rng
-from autoshard.runtime.pipeline import Each, Runner
+from autoshard.runtime.pipeline import Each, Runner, cut_off
 from autoshard.runtime.turns import on_one_rank
 from autoshard.schedule import Action, Transfer, steps
 from autoshard.timeline import Event, Timeline
@@ -98,7 +98,7 @@ class Wire:
         key = source, target, turn, back
         given = [x for (x,) in values]
         if self.place[source] == self.place[target]:
-            self.inbox[key] = [_cut_off(x) for x in given], []
+            self.inbox[key] = [cut_off(x) for x in given], []
         else:
             if not back:
                 wanted = self.back[source, target]
@@ -177,10 +177,6 @@ class Wire:
         for _, works in self.inbox.values():
             for work in works:
                 work.wait()
-
-
-def _cut_off(x: Any) -> Any:
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
 def _described(x: Any, back: bool) -> Any:
