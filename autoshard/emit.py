@@ -30,6 +30,7 @@ from autoshard.runtime import (
     failures,
     gather,
     optimizers,
+    process_groups,
     rng,
     sections,
     stacks,
@@ -154,46 +155,6 @@ def needed_groups(program: Program, rank: int) -> list[tuple[str, ...]]:
     return sorted(found, key=lambda g: tuple(axes.index(a) for a in g))
 
 
-def _timeout(device: torch.device) -> Any:
-    """How long the default process group waits for a rank; a new group would wait half an hour."""
-    import torch.distributed as dist
-
-    world: Any = dist.group.WORLD
-    return world._get_backend(device).options._timeout
-
-
-def make_groups(
-    program: Program,
-    rank: int,
-    wanted: Iterable[tuple[str, ...]],
-    known: dict[Any, Any],
-    device: torch.device,
-    purpose: str = "",
-) -> dict[tuple[str, ...], Any]:
-    """This rank's process group for every set of mesh axes that is wanted. Only a group's own ranks
-    make it, in one order of axes: no rank waits for groups that it is not in. ``known`` keeps them
-    by ``purpose`` and ranks, for the next program. They wait as long for a rank as the default
-    group does."""
-    mine = {}
-    for axes in wanted:
-        ranks = tuple(program.mesh.peers(rank, axes))
-        mine[axes] = make_group(ranks, known, device, purpose)
-    return mine
-
-
-def make_group(
-    ranks: tuple[int, ...], known: dict[Any, Any], device: torch.device, purpose: str = ""
-) -> Any:
-    """A process group of some ranks, as `make_groups` makes them."""
-    import torch.distributed as dist
-
-    if (purpose, ranks) not in known:
-        known[purpose, ranks] = dist.new_group(
-            list(ranks), timeout=_timeout(device), use_local_synchronization=True
-        )
-    return known[purpose, ranks]
-
-
 @dataclass(eq=False)
 class Mode:
     """What a module runs in training, or in evaluation: one program, bound to its rank.
@@ -315,9 +276,9 @@ class ShardedModule(nn.Module):
             assert self._device is not None
             wanted = needed_groups(program, self.rank_index)
             known = (self._groups_by_ranks, self._device)
-            groups = make_groups(program, self.rank_index, wanted, *known)
+            groups = process_groups.make_groups(program, self.rank_index, wanted, *known)
             sums = sorted(sections.gradient_groups(program, self.rank_index))
-            made = make_groups(program, self.rank_index, sums, *known, "gradients")
+            made = process_groups.make_groups(program, self.rank_index, sums, *known, "gradients")
             self._store.sums.update(made)
             self._groups = groups if program is self.program else self._groups
             if program.pipeline is not None and self.wire is None:
@@ -347,9 +308,9 @@ class ShardedModule(nn.Module):
     def _reach_along_pipeline(self, program: Program) -> None:
         assert self._device is not None
         ranks = tuple(along_pipeline(program.mesh, self.rank_index))
-        group = make_group(ranks, self._groups_by_ranks, self._device, "stages")
+        group = process_groups.make_group(ranks, self._groups_by_ranks, self._device, "stages")
         at = program.mesh.stage(self.rank_index)
-        timeout = _timeout(self._device)
+        timeout = process_groups.timeout_of(self._device)
         self.wire = Wire(group, program.pipeline.place, at, self._device, timeout)
         failures.watch()
         self.ties = Ties(self, self._groups_by_ranks)

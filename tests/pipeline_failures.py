@@ -26,13 +26,14 @@ LIMIT = 10
 @contextlib.contextmanager
 def patience(seconds: int):
     """Meanwhile modules are made whose process groups wait so long."""
-    from autoshard import emit
+    from autoshard.runtime import process_groups
 
-    kept, emit._timeout = emit._timeout, lambda device: timedelta(seconds=seconds)
+    kept = process_groups.timeout_of
+    process_groups.timeout_of = lambda device: timedelta(seconds=seconds)
     try:
         yield
     finally:
-        emit._timeout = kept
+        process_groups.timeout_of = kept
 
 
 def built(mesh, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.process_groups import make_group
+from autoshard.runtime.staged import along_pipeline
+
 
 class Ties:
     """The parameters of a rank that other stages hold too, by the ranks that hold the same part."""
 
     def __init__(self, module: Any, known: dict[Any, Any]):
-        from autoshard.emit import make_group
-        from autoshard.runtime.staged import along_pipeline
-
         self.module, self.groups = module, list[tuple[Any, int, list[str]]]()
         self._summed: set[str] = set()  # parameters whose .grad is a sum over these ranks
         program, rank = module.program, module.rank_index
