@@ -82,7 +82,7 @@ NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
 OWN = frozenset(
     "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
     " _places _load _frozen _modes _running _reducer _store _unfilled"
-    " wire ties nothing _counts".split()
+    " wire ties nothing held _counts".split()
 )
 
 
@@ -220,6 +220,8 @@ class ShardedModule(nn.Module):
         self._store = zero.Store(program, rank, self._device)
         #: what nothing has filled, by the model's own name: its placeholder, and that's version
         self._unfilled: dict[str, tuple[str, int]] = {}
+        #: what this rank holds any of: all but the parameters of other stages, by placeholder
+        self.held = {k: p for k, p in program.values.items() if p.held_by(program.mesh, rank)}
         self._places = self._own(program)
         self._store.settle()
         #: an empty parameter, where this rank's stages have none to train
@@ -328,14 +330,8 @@ class ShardedModule(nn.Module):
             self._reducer.complete(stage)
         self._store.complete(stage, self.units.values())
 
-    @property
-    def held(self) -> dict[str, Parameter]:
-        """What this rank holds any of: all but the parameters of other stages, by placeholder."""
-        mesh, rank = self.program.mesh, self.rank_index
-        return {k: p for k, p in self.program.values.items() if p.held_by(mesh, rank)}
-
     def held_parameters(self) -> dict[str, Parameter]:
-        """Of these, the parameters."""
+        """Of what this rank holds, the parameters."""
         return {key: p for key, p in self.held.items() if not p.buffer}
 
     def _nothing_to_train(self) -> nn.Parameter | None:
@@ -518,24 +514,25 @@ class ShardedModule(nn.Module):
 
     def arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The graph's arguments: parameters, then inputs in the order captured."""
+        return self._behind_held(self._inputs(args, kwargs))
+
+    def _behind_held(self, inputs: dict[str, Any]) -> list[Any]:
+        return [*self.held_tensors().values(), *inputs.values()]
+
+    def _inputs(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The inputs of a call, by placeholder, in the order captured."""
         given = dict(kwargs)
         if args:
             given = {**self._signature.bind_partial(*args).arguments, **given}
         if not torch.compiler.is_compiling():
             checks.call(self.running, self._signature, given)
             checks.frozen(self.program, {key: self.tensor(key) for key in self._frozen})
-        wanted = self.running.inputs.values()
-        return [*self.held_tensors().values(), *(given[n] for n in wanted)]
-
-    def _inputs(self, arguments: list[Any]) -> dict[str, Any]:
-        """Of a graph's arguments the inputs, by placeholder."""
-        names = self.running.inputs
-        return dict(zip(names, arguments[len(arguments) - len(names) :], strict=True))
+        return {key: given[name] for key, name in self.running.inputs.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.running.pipeline is not None:
             return self._forward_in_stages(args, kwargs)
-        arguments = self._checked_arguments(args, kwargs)
+        arguments = self._behind_held(self._checked_inputs(args, kwargs))
         with self._gathering(own_loss=False):
             results = self.graph_module(*arguments)
         self._update_buffers(results, self.running.buffer_updates)
@@ -546,26 +543,25 @@ class ShardedModule(nn.Module):
         has_units = bool(self._store.shards)
         return self._store.forward(own_loss) if has_units else contextlib.nullcontext()
 
-    def _checked_arguments(self, args: Any, kwargs: Any) -> list[Any]:
+    def _checked_inputs(self, args: Any, kwargs: Any) -> dict[str, Any]:
         mode = self.running.training
         if not self.live and self.program.mesh.mesh.world_size > 1:
-            self.arguments(args, kwargs)
+            self._inputs(args, kwargs)
             raise self._alone()
         if not self.live or mode in self._checked or torch.compiler.is_compiling():
-            return self.arguments(args, kwargs)
+            return self._inputs(args, kwargs)
         # the first batch: all ranks tell each other what they think of theirs
-        arguments, error = [], None
+        inputs, error = dict[str, Any](), None
         try:
             self._refuse_unfilled("the first step")
-            arguments = self.arguments(args, kwargs)
+            inputs = self._inputs(args, kwargs)
         except Exception as caught:
             error = caught
-        inputs = self._inputs(arguments) if error is None else {}
         checks.first_batch(self, list(inputs.values()), error)
         if self.running.pipeline is not None:
             self._counts[mode] = checks.micro_batches(self.running, inputs)
         self._checked.add(mode)
-        return arguments
+        return inputs
 
     def _alone(self) -> MeshError:
         import torch.distributed as dist
@@ -610,7 +606,7 @@ class ShardedModule(nn.Module):
             )
         if self.running.pipeline is not None:
             return self._step_in_stages(args, kwargs)
-        arguments = self._checked_arguments(args, kwargs)
+        arguments = self._behind_held(self._checked_inputs(args, kwargs))
         assert loss_module is not None
         with self._gathering(own_loss=True):
             results = loss_module(*arguments)
@@ -622,12 +618,12 @@ class ShardedModule(nn.Module):
     def _step_in_stages(self, args: Any, kwargs: Any) -> torch.Tensor:
         program, syncing = self.running, self._syncing
         if not self.live:
-            self._checked_arguments(args, kwargs)  # which says what is missing
+            self._checked_inputs(args, kwargs)  # which says what is missing
         with failures.told(self, "train_step"):
-            arguments = self._checked_arguments(args, kwargs)
+            inputs = self._checked_inputs(args, kwargs)
             line = self._running.runs[True]
             self.ties.reopen()
-            found = line.run(self._inputs(arguments), self._counts[program.training], syncing)
+            found = line.run(inputs, self._counts[program.training], syncing)
             if syncing:
                 self.ties.sum()
             loss, *updates = line.plan.results
@@ -637,21 +633,21 @@ class ShardedModule(nn.Module):
     def _forward_in_stages(self, args: Any, kwargs: Any) -> Any:
         program = self.running
         if not self.live:
-            self._checked_arguments(args, kwargs)
+            self._checked_inputs(args, kwargs)
         with failures.told(self, "forward"), torch.no_grad():
-            arguments = self._checked_arguments(args, kwargs)
+            inputs = self._checked_inputs(args, kwargs)
             line = self._running.runs[False]
             count = self._counts[program.training]
-            found = line.run(self._inputs(arguments), count, self._syncing)
+            found = line.run(inputs, count, self._syncing)
             results = list(line.plan.results)
             self._update_named(found, [results[i] for i in program.buffer_updates.values()])
-            if program.pipeline.outputs == "last":
-                outputs = along.on_last(self, line.plan, found)
-            else:
-                outputs = along.everywhere(self, line.plan, found)
+            shown = results[: program.output_spec.num_leaves]  # not what buffers become
+            last = program.pipeline.outputs == "last"
+            give = along.on_last if last else along.everywhere
+            outputs = give(self, line.plan, shown, found)
         if outputs is None:
             return None
-        return self.structured([outputs[name] for name in results])
+        return self.structured([outputs[name] for name in shown])
 
     def timeline(self) -> Timeline:
         """When each stage ran what in the last `train_step`, on a live mesh with pp; all ranks call

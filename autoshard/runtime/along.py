@@ -17,19 +17,21 @@ def loss(module: Any, mine: torch.Tensor | None) -> torch.Tensor:
     return _shared(wire, owner, None if mine is None else mine.detach(), plan.results[0])
 
 
-def everywhere(module: Any, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
-    """All results of a forward, on every rank. ``found``: those of this rank's stages."""
+def everywhere(module: Any, plan: Plan, names: list[str], found: dict[str, Any]) -> dict[str, Any]:
+    """These results of a forward, on every rank. ``found``: those of this rank's stages."""
     wire, out = module.wire, dict[str, Any]()
-    for name in dict.fromkeys(plan.results):
+    for name in dict.fromkeys(names):
         out[name] = _shared(wire, wire.place[plan.made[name]], found.get(name))
     return out
 
 
-def on_last(module: Any, plan: Plan, found: dict[str, Any]) -> dict[str, Any] | None:
+def on_last(
+    module: Any, plan: Plan, names: list[str], found: dict[str, Any]
+) -> dict[str, Any] | None:
     """The same on the ranks of the last stage; None on all others."""
     wire, out = module.wire, dict(found)
     last = wire.place[-1]
-    for name in dict.fromkeys(plan.results):
+    for name in dict.fromkeys(names):
         owner = wire.place[plan.made[name]]
         if owner == last:
             continue
