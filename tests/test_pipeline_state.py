@@ -10,7 +10,7 @@ import stacked_jobs
 import torch
 from compare import difference, differences
 from gloo_checkpoint import ALONE, PIPELINE_MESHES
-from test_checkpoint import assert_read_and_written, assert_went_on, ranks_of, small
+from test_checkpoint import assert_read_and_written, assert_went_on, each, ranks_of, small
 
 MESHES = (*(m for m in PIPELINE_MESHES if "ep" not in m), "dp=4", "dp=2,tp=2", ALONE)
 EXPERT_MESHES = ("pp=2,ep=2", "pp=2,dp=2", "dp=2,tp=2", ALONE)
@@ -70,14 +70,6 @@ def slow_jobs(folder):
 
 quick = ranks_of("pipeline_quick", quick_jobs)
 slow = ranks_of("pipeline_slow", slow_jobs)
-
-
-def each(results, job):
-    """The job's result on every rank; a rank's traceback fails the test."""
-    for rank, result in enumerate(results[0]):
-        if isinstance(result[job], str):
-            pytest.fail(f"rank {rank}:\n{result[job]}")
-    return [result[job] for result in results[0]]
 
 
 # --- checkpoints and files ---

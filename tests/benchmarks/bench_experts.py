@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import transformers.integrations.moe  # registers the products by groups
 from bench_step import Llama
 from torch import nn
-from turns import compared, on_two_processes, parser_of, timed
+from turns import on_two_processes, parser_of, show, timed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gloo import join
@@ -269,21 +269,13 @@ def run(rank: int, folder: str, size: argparse.Namespace) -> None:
         lambda name: modes[name][0].zero_grad(set_to_none=True),
     )
     if rank == 0:
-        show(times, size)
+        show_steps(times, size)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(times: dict[str, list[float]], size: argparse.Namespace) -> None:
-    from tabulate import tabulate
-
-    floor = times["hand-written"]
-    rows = [
-        [name, *compared(seconds, floor, TARGET if name == "autoshard" else None)]
-        for name, seconds in times.items()
-    ]
-    headers = ["mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
-    print(tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
+def show_steps(times: dict[str, list[float]], size: argparse.Namespace) -> None:
+    show(times, TARGET)
     print(
         f"\n{size.steps} steps of {size.batch} x {size.length} tokens, {size.clock} time;", end=" "
     )

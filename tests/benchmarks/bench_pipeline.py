@@ -45,7 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench_step import OPTIMIZERS, Llama
 from torch import nn
-from turns import compared, of_slowest, on_processes, parser_of, quartiles, timed
+from turns import of_slowest, on_processes, parser_of, quartiles, show, timed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gloo import join
@@ -307,15 +307,7 @@ def run_steps(rank: int, folder: str, size: argparse.Namespace) -> None:
 
 
 def show_steps(times: dict[str, list[float]], size: argparse.Namespace) -> None:
-    from tabulate import tabulate
-
-    floor = times["hand-written"]
-    rows = [
-        [name, *compared(seconds, floor, TARGET if name == "autoshard" else None)]
-        for name, seconds in times.items()
-    ]
-    headers = ["mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
-    print(tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
+    show(times, TARGET)
     print(
         f"\n{size.steps} steps of {size.batch} x {size.length} tokens in {size.microbatches} "
         f"micro-batches, {size.clock} time, {size.optimizer}; {size.layers} layers, width "

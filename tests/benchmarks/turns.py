@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -48,6 +49,18 @@ def compared(seconds: list[float], floor: list[float], target: float | None) -> 
     ratio = statistics.median(seconds) / statistics.median(floor)
     verdict = "" if target is None else "met" if ratio <= target else "MISSED"
     return [*quartiles(seconds), ratio, target, verdict]
+
+
+def show(times: dict[str, list[float]], target: float) -> None:
+    """Print the modes beside the hand-written one; ``target``: the most that the ratio of autoshard
+    is to be."""
+    floor = times["hand-written"]
+    rows = [
+        [name, *compared(seconds, floor, target if name == "autoshard" else None)]
+        for name, seconds in times.items()
+    ]
+    headers = ["mode", "median ms", "25 %", "75 %", "ratio", "at most", ""]
+    print(tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", ".3f", ".2f", "")))
 
 
 def parser_of(
