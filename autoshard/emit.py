@@ -477,7 +477,7 @@ class ShardedModule(nn.Module):
         program.values[key].holders = holders
         if program.mesh.stage(self.rank_index) not in holders:
             holder, last = self._places.pop(key)
-            del holder._buffers[last]
+            del holder._buffers[last], self.held[key]
             self._unfilled = {n: at for n, at in self._unfilled.items() if at[0] != key}
 
     def _refuse_other_stacks(self, program: Program) -> None:
