@@ -27,6 +27,10 @@ DROPPED = frozenset(
 )
 
 
+#: What makes a tensor of another one's shape, and what it is filled with; none: by an argument.
+FILLED = {"zeros_like": 0, "ones_like": 1, "full_like": None}
+
+
 @dataclass(frozen=True)
 class Canonicalize(Pass):
     name: ClassVar[str] = "canonicalize"
@@ -70,6 +74,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _write_out_added(graph, node)
     elif kind == "cat":
         _without_empty(node)
+    elif kind in FILLED:
+        _filled_alone(node, FILLED[kind])
 
 
 def _constant_index(program: Program, node: fx.Node) -> None:
@@ -139,6 +145,16 @@ def _without_empty(node: fx.Node) -> None:
     if len(full) == 1 < len(parts) and full[0].meta["val"].dtype == node.meta["val"].dtype:
         node.target, node.args = aten.clone.default, (full[0],)
         node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+def _filled_alone(node: fx.Node, value: int | None) -> None:
+    """One element that is filled reads nothing, so that no piece of a tensor is cut out for its
+    type alone: zeros_like(x[:1, :1])."""
+    made = node.meta["val"]
+    if all(isinstance(size, int) and size == 1 for size in made.shape):
+        value = argument(node, 1, "fill_value") if value is None else value
+        node.target, node.args = aten.full.default, (list(made.shape), value)
+        node.kwargs = {"dtype": made.dtype, "device": made.device}
 
 
 def _factors(node: fx.Node) -> tuple[Any, Any]:

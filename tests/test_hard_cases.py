@@ -568,3 +568,23 @@ def test_moments_over_features_of_which_a_part_is_cut(kind, mesh):
             return self.head(x.chunk(2, -1)[0].repeat(1, 1, 2)).square().mean()
 
     proved(Halved(), mesh, {"ids": torch.randint(24, (4, 8))})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "cp=2", "tp=2"])
+def test_one_element_is_made_in_the_type_of_a_batch_that_is_cut(mesh):
+    """The corner of the batch is cut out for its type alone, which takes no row of any rank."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            corner = x[:1, :1, :1]
+            allowed = ids[:, :, None] > 3
+            x = x + torch.zeros_like(corner).masked_fill(~allowed, -2.0)
+            x = x * torch.ones_like(corner) + torch.full_like(corner, 0.5)
+            return self.head(x).square().mean()
+
+    proved(Masked(), mesh, {"ids": torch.randint(24, (4, 8))})
