@@ -20,6 +20,7 @@ from autoshard import MeshSpec, autoshard, verify
 from autoshard.errors import AutoshardError, message
 from autoshard.progress import say, show
 from autoshard.schedule import NAMES
+from autoshard.timeline import checked
 
 TABLES = tuple(
     "axes params graph collectives groups passes memory attention experts pipeline".split()
@@ -66,6 +67,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Compile a model for a mesh, with no process group, and print tables."""
     mesh = MeshSpec.parse(arguments.mesh)
     _check_rank(arguments.rank, mesh)
+    if arguments.timeline is not None:
+        checked(arguments.timeline)
     model, example_inputs = load(arguments.target)
     sharded = autoshard(
         model,

@@ -30,7 +30,6 @@ from autoshard.runtime import (
     failures,
     gather,
     optimizers,
-    process_groups,
     rng,
     sections,
     stacks,
@@ -40,6 +39,7 @@ from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
+from autoshard.runtime.process_groups import groups_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 from autoshard.runtime.staged import Line, Wire, along_pipeline
 from autoshard.runtime.ties import Ties
@@ -80,7 +80,7 @@ NAMED_AT = dict.fromkeys(zero.CALLS, 2) | {
 
 #: What a ShardedModule sets on itself: kept apart from the model's names, which may be the same.
 OWN = frozenset(
-    "program rank_index live _source _signature _device _groups_by_ranks _groups _checked _syncing"
+    "program rank_index live _source _signature _device _made_groups _groups _checked _syncing"
     " _places _load _frozen _modes _running _reducer _store _unfilled"
     " wire ties nothing held _counts".split()
 )
@@ -209,7 +209,7 @@ class ShardedModule(nn.Module):
         self.training = program.training
         self._source, self._signature = source, source.signature
         self._device = _device_of(program) if live else None
-        self._groups_by_ranks: dict[tuple[int, ...], Any] = {}
+        self._made_groups = groups_of(program.mesh.mesh, self._device) if live else None
         self._groups: dict[tuple[str, ...], Any] = {}
         self.wire: Any = None
         self.ties: Any = None
@@ -275,13 +275,11 @@ class ShardedModule(nn.Module):
     def _mode(self, program: Program, places: dict[str, tuple[nn.Module, str]]) -> Mode:
         groups = {}
         if self.live:
-            assert self._device is not None
-            wanted = needed_groups(program, self.rank_index)
-            known = (self._groups_by_ranks, self._device)
-            groups = process_groups.make_groups(program, self.rank_index, wanted, *known)
-            sums = sorted(sections.gradient_groups(program, self.rank_index))
-            made = process_groups.make_groups(program, self.rank_index, sums, *known, "gradients")
-            self._store.sums.update(made)
+            assert self._made_groups is not None
+            about = program, self.rank_index
+            groups = self._made_groups.along(*about, needed_groups(*about))
+            sums = sorted(sections.gradient_groups(*about))
+            self._store.sums.update(self._made_groups.along(*about, sums, "gradients"))
             self._groups = groups if program is self.program else self._groups
             if program.pipeline is not None and self.wire is None:
                 self._reach_along_pipeline(program)
@@ -305,17 +303,16 @@ class ShardedModule(nn.Module):
         mode = Mode(program, output, places, first.body, None, weights, loads, lines)
         if self.live:
             mode.runs = {fl: Line(self, program, own, fl) for fl, own in lines.items()}
+            self.wire.meet(edge for line in mode.runs.values() for edge in line.plan.edges)
         return mode
 
     def _reach_along_pipeline(self, program: Program) -> None:
-        assert self._device is not None
+        assert self._made_groups is not None
         ranks = tuple(along_pipeline(program.mesh, self.rank_index))
-        group = process_groups.make_group(ranks, self._groups_by_ranks, self._device, "stages")
         at = program.mesh.stage(self.rank_index)
-        timeout = process_groups.timeout_of(self._device)
-        self.wire = Wire(group, program.pipeline.place, at, self._device, timeout)
+        self.wire = Wire(self._made_groups, ranks, program.pipeline.place, at)
         failures.watch()
-        self.ties = Ties(self, self._groups_by_ranks)
+        self.ties = Ties(self, self._made_groups)
 
     def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
         """Whether backward reduces gradients from here on; ``stage``: those of a stage alone."""
@@ -660,10 +657,12 @@ class ShardedModule(nn.Module):
                     "timeline",
                     "a step in stages",
                     f"mesh {self.program.mesh.mesh}",
-                    "there has been none"
-                    if self.program.pipeline
-                    else "a mesh without pp has no stages",
-                    "call it after train_step on a live mesh with pp",
+                    "a mesh without pp has no stages"
+                    if self.program.pipeline is None
+                    else "there has been none"
+                    if self.live
+                    else "processes run one, on a live mesh",
+                    "call it after train_step on a live mesh with pp; forecast() predicts one",
                 )
             )
         return line.timeline()

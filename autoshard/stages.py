@@ -156,7 +156,7 @@ def crossing(
 # --- dividing ---
 
 
-def balanced(parts: Sequence[Part], stages: int, *, ratio: float = 1.05) -> list[int]:
+def balanced(parts: Sequence[Part], stages: int, *, ratio: float = 1.02) -> list[int]:
     """The stage of each part, in order, none empty.
 
     The slowest stage takes no longer than ``ratio`` times the least that is possible. Of such

@@ -126,19 +126,26 @@ class Timeline:
 
         Raises AutoshardError for other names.
         """
-        path = Path(path)
-        kinds = {".svg": self.svg, ".json": self.chrome_trace}
-        if path.suffix not in kinds:
-            raise AutoshardError(
-                message(
-                    "Timeline.save",
-                    "the file's name",
-                    repr(path.name),
-                    "the suffix says what is written: .svg a picture, .json a trace",
-                    "give a name that ends in .svg or .json",
-                )
-            )
-        path.write_text(kinds[path.suffix](), encoding="utf-8")
+        path = checked(path)
+        text = self.svg() if path.suffix == ".svg" else self.chrome_trace()
+        path.write_text(text, encoding="utf-8")
+
+
+def checked(path: str | Path) -> Path:
+    """A file that a timeline can be saved as. Raises AutoshardError."""
+    path = Path(path)
+    if path.suffix in (".svg", ".json") and path.parent.is_dir():
+        return path
+    raise AutoshardError(
+        message(
+            "Timeline.save",
+            "the file",
+            repr(str(path)),
+            "the suffix says what is written, .svg a picture or .json a trace, into a folder that "
+            "there is",
+            "give a name that ends in .svg or .json, in a folder that exists",
+        )
+    )
 
 
 # --- the bubble and its published size ---

@@ -1,4 +1,4 @@
-"""Train a Hugging Face Llama on any mesh of data and tensor parallel ranks.
+"""Train a Hugging Face Llama on any mesh of pipeline, data, context and tensor parallel ranks.
 
 On eight GPUs (NCCL), or on four processes of one CPU machine (gloo):
 
@@ -6,6 +6,7 @@ On eight GPUs (NCCL), or on four processes of one CPU machine (gloo):
     torchrun --nproc-per-node 4 examples/train_llama.py --dp 2 --tp 2 --small
     torchrun --nproc-per-node 4 examples/train_llama.py --dp 4 --small --zero 3 --bf16 \\
         --recompute block --checkpoint run
+    torchrun --nproc-per-node 4 examples/train_llama.py --pp 2 --tp 2 --small --schedule zb
 
 Three lines are about ranks: the mesh, the call to `autoshard`, and the rows each data rank reads.
 """
@@ -87,6 +88,8 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         example_inputs=text.batch(0, rows, length),
         zero=arguments.zero,
         recompute=arguments.recompute,
+        schedule=arguments.schedule,
+        microbatches=arguments.microbatches,
         param_dtype=torch.bfloat16 if arguments.bf16 else None,
     )
     del model  # whose weights nothing keeps now
@@ -112,7 +115,9 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages, a rank each")
     parser.add_argument("--dp", type=int, default=1, help="data parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share out a row's tokens")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rows", type=int, default=16, help="rows of the global batch")
@@ -122,6 +127,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=1, choices=range(4), help="the stage")
     parser.add_argument("--recompute", default="none", choices=("none", "block"))
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
+    parser.add_argument("--microbatches", type=int, help="of a rank's rows, for the pipeline")
     parser.add_argument("--checkpoint", metavar="DIR", help="where to go on from, and save to")
     parser.add_argument("--save", metavar="DIR", help="where to put the trained weights")
     arguments = parser.parse_args()
@@ -134,8 +141,9 @@ def main() -> None:
     arguments = parse()
     device = start()
     try:
-        shape = (arguments.dp, arguments.tp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        names = ("pp", "dp", "cp", "tp")  # from the slowest links to the fastest
+        shape = tuple(getattr(arguments, name) for name in names)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         train(arguments, mesh, device)
     finally:
         dist.destroy_process_group()

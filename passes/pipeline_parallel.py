@@ -141,7 +141,7 @@ class PipelineParallel(Pass):
         if count is not None and (type(count) is not int or count < 1):
             wrong.append(f"microbatches={count!r} is no positive integer")
         if self.stages is not None and not isinstance(self.stages, str):
-            wrong.append(f"stages={self.stages!r} is no text")
+            wrong.append(f'stages={self.stages!r} is no text as "embed,layers.0-3|layers.4-7,head"')
         if self.outputs not in OUTPUTS:
             wrong.append(f"outputs={self.outputs!r} is none of {', '.join(map(repr, OUTPUTS))}")
         if wrong:
@@ -151,7 +151,8 @@ class PipelineParallel(Pass):
                     "; ".join(wrong),
                     f"mesh {program.mesh.mesh}",
                     "they say in which order the stages along pp run, and what is in them",
-                    'write them as in schedule="1f1b", microbatches=8, or leave them out',
+                    'write them as in schedule="1f1b", microbatches=8, outputs="last", or leave '
+                    "them out",
                 )
             )
 

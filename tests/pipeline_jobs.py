@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import gloo
@@ -391,6 +392,22 @@ def precision(mesh, options: dict[str, Any], steps: int = 8) -> dict[str, Any]:
     holders = [held["tokens.weight"] for held in everyone if "tokens.weight" in held]
     kinds = {str(p.dtype) for p in sharded.parameters()} | {p.device.type for p in mine.values()}
     return {"losses": losses, "holders": holders, "kinds": kinds}
+
+
+def several_modules(mesh) -> dict[str, Any]:
+    """Modules that take turns on one mesh: losses of each, and how many process groups there are
+    behind each; and what is said of more micro-batches than rows."""
+    model, inputs = made("tied")
+    rows, out = local_rows(mesh, inputs), {"losses": [], "groups": [], "said": []}
+    modules = []
+    for schedule in ("1f1b", "gpipe", "1f1b"):
+        modules.append(gloo.shard(mesh, model, inputs, schedule=schedule, microbatches=100))
+        out["groups"].append(len(dist.distributed_c10d._world.pg_map))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out["losses"] += [sharded.train_step(**rows).clone() for sharded in modules]
+        out["said"].append([str(w.message) for w in said if "micro-batches" in str(w.message)])
+    return out
 
 
 def own_parts(mesh, folder: str, options: dict[str, Any]) -> dict[str, Any]:

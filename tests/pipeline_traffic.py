@@ -82,12 +82,12 @@ def peak(mesh, schedule: str, count: int, width: int = 32, length: int = 16, row
 
 
 class BytesSent(TorchDispatchMode):
-    """Bytes that a rank sends meanwhile, and how often, by kind: to other stages over their group,
+    """Bytes that a rank sends meanwhile, and how often, by kind: to other stages over their groups,
     and in collectives as a ring sends them."""
 
     PATCHED = ("isend", "all_reduce", "broadcast")
 
-    def __init__(self, stages: Any):
+    def __init__(self, stages: tuple[Any, ...]):
         super().__init__()
         self.stages, self.sent = stages, dict[str, tuple[int, int]]()
 
@@ -106,7 +106,7 @@ class BytesSent(TorchDispatchMode):
         return super().__exit__(*error)
 
     def _isend(self, tensor, *args, **options):
-        if self.stages in args:
+        if any(group in args for group in self.stages):
             self._add("send", tensor.nbytes)
         return self.real["isend"](tensor, *args, **options)
 
@@ -151,7 +151,7 @@ def traffic(mesh, layers: int, rows: int, **options: Any):
     sharded = autoshard(hw.GPT(layers=layers, tied=True), mesh, batch, **options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     for _ in range(2):
-        with BytesSent(sharded.wire.group) as counted:
+        with BytesSent((sharded.wire.group, sharded.wire.lower)) as counted:
             sharded.train_step(**batch)
         optimizer.step()
         optimizer.zero_grad()

@@ -50,31 +50,49 @@ def some_of(values):
 
 # --- two stages, two data ranks ---
 
-DATA = ("deep 1f1b 0", "deep gpipe 1", "deep zb 2", "deep interleaved 3", "deep dualpipev 1")
-DATA += ("detached interleaved 1", "penalised 1f1b 0", "penalised 1f1b 1", "penalised gpipe 3")
-DATA += ("looped 1f1b 1", "half frozen interleaved 1", "frozen ties 1f1b 3", "biased gpipe 0")
+DATA = ("deep interleaved 3", "penalised 1f1b 1", "half frozen interleaved 1", "biased gpipe 0")
+MORE_DATA = ("deep 1f1b 0", "deep gpipe 1", "deep zb 2", "deep dualpipev 1", "looped 1f1b 1")
+MORE_DATA += ("detached interleaved 1", "penalised 1f1b 0", "penalised gpipe 3")
+MORE_DATA += ("frozen ties 1f1b 3", "tied offload 2")
 ACCUMULATED = {
     "1f1b 0": ("snszsnnss", options("1f1b", 0)),
     "interleaved 1": ("nsnnszsns", options("interleaved", 1)),
     "1f1b 3": ("snszsnnss", options("1f1b", 3)),
 }
 LONG = {"1f1b": options(zero=1), "gpipe": options("gpipe", zero=3)}
+SHAPES = {"shapes": options(microbatches=4), "shapes, interleaved": options("interleaved", 3)}
+MODES = {
+    "normed": ("normed", True, options(microbatches=1)),
+    "normed, from evaluation": ("normed", False, options(microbatches=1)),
+    "biased": ("biased", False, options()),
+}
+
+
+def both(quick, slow):
+    """Cases of two fixtures: of the quick jobs, and of those that run with ``--slow``."""
+    cases = [pytest.param("data", name, id=name) for name in quick]
+    return cases + [pytest.param("more", n, id=n, marks=pytest.mark.slow) for n in slow]
+
+
+def only(of, *names):
+    return {name: of[name] for name in names}
+
+
+def accumulating(given):
+    return {f"accumulated {n}": (jobs.accumulate, "tied", *case) for n, case in given.items()}
+
 
 data = ranks_of(
     {"pp": 2, "dp": 2},
     runs(DATA)
-    | {f"accumulated {n}": (jobs.accumulate, "tied", *c) for n, c in ACCUMULATED.items()}
-    | {f"long {n}": (jobs.long, given) for n, given in LONG.items()}
+    | accumulating(only(ACCUMULATED, "interleaved 1"))
     | {
-        "shapes": (jobs.other_shapes, options(microbatches=4)),
-        "shapes, interleaved": (jobs.other_shapes, options("interleaved", 3)),
-        "normed": (jobs.modes, "normed", True, options(microbatches=1)),
-        "normed, from evaluation": (jobs.modes, "normed", False, options(microbatches=1)),
-        "biased": (jobs.modes, "biased", False, options()),
+        "long 1f1b": (jobs.long, LONG["1f1b"]),
+        "shapes, interleaved": (jobs.other_shapes, SHAPES["shapes, interleaved"]),
+        "normed, from evaluation": (jobs.modes, *MODES["normed, from evaluation"]),
+        "several modules": (jobs.several_modules,),
         "own parts": (jobs.own_parts, "", options(zero=3)),
-        "tied offload 2": (jobs.train, "tied", options(zero=2, offload=True)),
         "float32": (jobs.precision, options(zero=1)),
-        "bfloat16": (jobs.precision, options(zero=1, param_dtype=torch.bfloat16)),
         "reduced": (
             jobs.precision,
             options(zero=3, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
@@ -82,39 +100,50 @@ data = ranks_of(
     },
 )
 
+more = ranks_of(
+    {"pp": 2, "dp": 2},
+    runs(MORE_DATA[:-1])
+    | accumulating(only(ACCUMULATED, "1f1b 0", "1f1b 3"))
+    | {
+        "long gpipe": (jobs.long, LONG["gpipe"]),
+        "shapes": (jobs.other_shapes, SHAPES["shapes"]),
+        "normed": (jobs.modes, *MODES["normed"]),
+        "biased": (jobs.modes, *MODES["biased"]),
+        "tied offload 2": (jobs.train, "tied", options(zero=2, offload=True)),
+        "float32": (jobs.precision, options(zero=1)),
+        "bfloat16": (jobs.precision, options(zero=1, param_dtype=torch.bfloat16)),
+    },
+)
 
-@pytest.mark.parametrize("job", DATA)
-def test_two_stages_and_two_data_ranks_train_like_one_device(data, job):
-    assert_trained_alike(data, job)
+
+@pytest.mark.parametrize("ranks, job", both(DATA, MORE_DATA))
+def test_two_stages_and_two_data_ranks_train_like_one_device(request, ranks, job):
+    assert_trained_alike(request.getfixturevalue(ranks), job)
 
 
-def test_what_is_offloaded_trains_like_one_device(data):
-    assert_trained_alike(data, "tied offload 2")
-
-
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_steps_accumulate_like_one_device(data, name):
+@pytest.mark.parametrize("ranks, name", both(["interleaved 1"], ["1f1b 0", "1f1b 3"]))
+def test_steps_accumulate_like_one_device(request, ranks, name):
     synced, _ = ACCUMULATED[name]
     want = jobs.accumulate_alone("tied", synced)
-    for rank, got in enumerate(each(data, f"accumulated {name}")):
+    for rank, got in enumerate(each(request.getfixturevalue(ranks), f"accumulated {name}")):
         for at, (a, b) in enumerate(zip(got, want, strict=True)):
             assert differences(a, b) == {}, f"rank {rank}, synchronisation {at}"
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_tied_weights_stay_one_weight(data, name):
+@pytest.mark.parametrize("ranks, name", both(["1f1b"], ["gpipe"]))
+def test_tied_weights_stay_one_weight(request, ranks, name):
     want = jobs.long_alone()
-    for got in each(data, f"long {name}"):
+    for got in each(request.getfixturevalue(ranks), f"long {name}"):
         assert got["copies"] == {"tokens.weight": [True, True]}
         wrong = [difference(a, b) for a, b in zip(got["loss"], want["loss"], strict=True)]
         assert set(wrong) == {""} and len(wrong) == 50
         assert differences(got["state"], want["state"]) == {}
 
 
-@pytest.mark.parametrize("job", ["shapes", "shapes, interleaved"])
-def test_steps_take_other_lengths_and_numbers_of_rows(data, job):
+@pytest.mark.parametrize("ranks, job", both(["shapes, interleaved"], ["shapes"]))
+def test_steps_take_other_lengths_and_numbers_of_rows(request, ranks, job):
     want = jobs.other_shapes_alone()
-    for rank, got in enumerate(each(data, job)):
+    for rank, got in enumerate(each(request.getfixturevalue(ranks), job)):
         for shape, a, b in zip(jobs.SHAPES, got, want, strict=True):
             part = b["logits"].chunk(2)[rank % 2]
             assert difference(a["loss"], b["loss"]) == "", shape
@@ -122,11 +151,11 @@ def test_steps_take_other_lengths_and_numbers_of_rows(data, job):
             assert differences(a["grads"], b["grads"]) == {}, shape
 
 
-@pytest.mark.parametrize("job", ["normed", "normed, from evaluation", "biased"])
-def test_training_and_evaluation_take_turns(data, job):
-    name, first = job.partition(",")[0], job == "normed"
+@pytest.mark.parametrize("ranks, job", both(["normed, from evaluation"], ["normed", "biased"]))
+def test_training_and_evaluation_take_turns(request, ranks, job):
+    name, first, _ = MODES[job]
     want = jobs.modes_alone(name, first)
-    ranks = each(data, job)
+    ranks = each(request.getfixturevalue(ranks), job)
     for rank, got in enumerate(ranks):
         for a, b in zip(got["out"], want["out"], strict=True):
             part = b if b.ndim == 0 else b.chunk(2)[rank % 2]
@@ -158,9 +187,22 @@ def test_a_rank_speaks_of_its_own_parts(data):
     assert names[0] & names[2] == {"tokens.weight"}
 
 
-@pytest.mark.parametrize("job", ["bfloat16", "reduced"])
-def test_lower_precision_stays_near_and_ties_stay_equal(data, job):
-    for got, exact in zip(each(data, job), each(data, "float32"), strict=True):
+def test_modules_take_turns_on_one_mesh_and_share_its_process_groups(data):
+    model, inputs = jobs.made("tied")
+    want = model(**inputs).loss.detach()
+    for rank, got in enumerate(each(data, "several modules")):
+        assert len(got["losses"]) == 6
+        assert {difference(loss, want) for loss in got["losses"]} == {""}
+        assert len({*got["groups"]}) == 1
+        told = "a rank has 4 rows, which make 4 micro-batches, not the 100 asked for"
+        assert [len(said) for said in got["said"]] == [rank == 0] * 3
+        assert all(told in text for said in got["said"] for text in said)
+
+
+@pytest.mark.parametrize("ranks, job", both(["reduced"], ["bfloat16"]))
+def test_lower_precision_stays_near_and_ties_stay_equal(request, ranks, job):
+    results = request.getfixturevalue(ranks)
+    for got, exact in zip(each(results, job), each(results, "float32"), strict=True):
         first, *others = got["holders"]
         assert len(others) == 3  # all ranks hold a part, of which those along pp are copies
         assert torch.equal(others[1], first) and torch.equal(others[2], others[0])

@@ -341,8 +341,16 @@ def _warn_of_equal_rows(mesh: Any, everyone: list[list[float]]) -> None:
 def micro_batches(program: Program, inputs: dict[str, torch.Tensor]) -> int:
     """In how many micro-batches every rank takes its rows, this step and all others: the fewest
     that any rank would make of its own."""
-    mine = program.pipeline.count(rows_of(program, inputs))
-    return min(_exchange(mine))
+    import torch.distributed as dist
+
+    rows = rows_of(program, inputs)
+    told = _exchange((program.pipeline.count(rows), rows))
+    fewest = min(rows for _, rows in told)
+    asked = program.pipeline.microbatches
+    if asked is not None and asked > fewest and dist.get_rank() == 0:
+        text = f"a rank has {fewest} rows, which make {fewest} micro-batches, not the {asked} asked"
+        warnings.warn(f"{text} for: pass more rows, or fewer microbatches", stacklevel=2)
+    return min(count for count, _ in told)
 
 
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Process groups of a module's ranks."""
+"""Process groups of the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.mesh import MeshSpec
 from autoshard.program import Program
 
 
@@ -17,31 +18,55 @@ def timeout_of(device: torch.device) -> Any:
     return world._get_backend(device).options._timeout
 
 
-def make_groups(
-    program: Program,
-    rank: int,
-    wanted: Iterable[tuple[str, ...]],
-    known: dict[Any, Any],
-    device: torch.device,
-    purpose: str = "",
-) -> dict[tuple[str, ...], Any]:
-    """This rank's process group for every set of mesh axes that is wanted. Only a group's own ranks
-    make it, in one order of axes: no rank waits for groups that it is not in. ``known`` keeps them
-    by ``purpose`` and ranks, for the next program. They wait as long for a rank as the default
-    group does."""
-    mine = {}
-    for axes in wanted:
-        ranks = tuple(program.mesh.peers(rank, axes))
-        mine[axes] = make_group(ranks, known, device, purpose)
-    return mine
+class Groups:
+    """The process groups that were made on one mesh, for all modules on it.
+
+    At one place every rank makes the group it is in, and no rank waits for groups that it is not
+    in: names of groups count those before, and NCCL may split the communicator of the world, in
+    which all its ranks take part. A group waits as long for a rank as the default one does.
+    ``broken``: a step in stages ended half way,
+    and what a rank posted in it would be taken for what another one sends next.
+    """
+
+    def __init__(self, device: torch.device, number: int):
+        self.device, self.number, self.broken = device, number, False
+        self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def of(self, ranks: tuple[int, ...], purpose: str = "") -> Any:
+        """The group of some ranks, one for each purpose."""
+        if (purpose, ranks) not in self._made:
+            self._made[purpose, ranks] = dist.new_group(
+                list(ranks), timeout=timeout_of(self.device), use_local_synchronization=True
+            )
+        return self._made[purpose, ranks]
+
+    def along(
+        self, program: Program, rank: int, wanted: Iterable[tuple[str, ...]], purpose: str = ""
+    ) -> dict[tuple[str, ...], Any]:
+        """The rank's group for every set of mesh axes that is wanted."""
+        return {axes: self.of(tuple(program.mesh.peers(rank, axes)), purpose) for axes in wanted}
 
 
-def make_group(
-    ranks: tuple[int, ...], known: dict[Any, Any], device: torch.device, purpose: str = ""
-) -> Any:
-    """A process group of some ranks, as `make_groups` makes them."""
-    if (purpose, ranks) not in known:
-        known[purpose, ranks] = dist.new_group(
-            list(ranks), timeout=timeout_of(device), use_local_synchronization=True
-        )
-    return known[purpose, ranks]
+_world: Any = None
+_of_mesh: dict[Any, Groups] = {}
+
+
+def groups_of(mesh: MeshSpec, device: torch.device) -> Groups:
+    """The groups of a live mesh in this world. They last as long as it does: torch gives back what
+    a group holds only when all its ranks destroy it at once, which modules that come and go do
+    not. A mesh of other ranks or sizes has its own, as all ranks have to make the same ones; and
+    modules that are made after a step was broken off on some rank have others than those before.
+    Every rank of the world calls it, and waits for the others."""
+    global _world
+    if dist.group.WORLD is not _world:
+        _world = dist.group.WORLD
+        _of_mesh.clear()
+    ranks = tuple(mesh.device_mesh.mesh.flatten().tolist())
+    sizes = tuple((name, mesh.size(name)) for name in mesh.names)
+    key = device.type, sizes, ranks, timeout_of(device)
+    known = _of_mesh.get(key)
+    numbers: list[Any] = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, 0 if known is None else known.number + known.broken)
+    if known is None or known.number < max(numbers):
+        known = _of_mesh[key] = Groups(device, max(numbers))
+    return known

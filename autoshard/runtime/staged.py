@@ -17,7 +17,7 @@ import itertools
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from autoshard.pipeline import joined, plan_of, split_inputs
 from autoshard.program import Program
 from autoshard.runtime import failures, rng
 from autoshard.runtime.pipeline import Each, Runner, cut_off
+from autoshard.runtime.process_groups import Groups, timeout_of
 from autoshard.runtime.turns import on_one_rank
 from autoshard.schedule import Action, Transfer, steps
 from autoshard.timeline import Event, Timeline
@@ -49,13 +50,18 @@ _numbers = itertools.count()
 
 
 class Wire:
-    """Carries values between the stages of a rank and those of others, over one process group."""
+    """Carries values between the stages of a rank and those of others.
 
-    def __init__(
-        self, group: Any, place: tuple[int, ...], position: int, device: torch.device, timeout: Any
-    ):
-        self.group, self.place, self.here, self.device = group, place, position, device
-        self.ranks = dist.get_process_group_ranks(group)
+    Over one process group to higher positions along pp, and over another to lower ones: NCCL does
+    what two ranks send each other in a group in the order posted, and a gradient that is not made
+    yet would hold up what goes the other way.
+    """
+
+    def __init__(self, made: Groups, ranks: tuple[int, ...], place: tuple[int, ...], position: int):
+        self.made, self.place, self.here, self.device = made, place, position, made.device
+        self.group, self.lower = made.of(ranks, "stages"), made.of(ranks, "stages, to lower ones")
+        self.ranks = ranks
+        self._met: set[tuple[int, int]] = set()  # pairs of positions that are connected
         self.headers: dict[Any, list[Any]] = {}
         self.signatures: list[Any] = []  # of every micro-batch, what the shapes depend on
         self.outbox: dict[Any, list[torch.Tensor]] = {}
@@ -67,17 +73,31 @@ class Wire:
         self.varying: set[tuple[int, int]] = set()
         self.asked: dict[Any, list[bool]] = {}  # of what comes back, what has a reader
         #: see `failures.agree`: by which number this is known; of the step that runs
-        self.number, self.timeout = next(_numbers), timeout
+        self.number, self.timeout = next(_numbers), timeout_of(made.device)
         self.agreed: set[Any] = set()
         self.agreements = 0
         self.shapes: dict[str, list[int]] = {}
-        self.broken = False  # a step did not come to its end
+
+    def meet(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Connect all pairs of ranks with an edge between their stages, in one order: NCCL does so
+        when two ranks first send, and both wait for it. In the order of a step, ranks could wait
+        for each other in a circle."""
+        pairs = {(self.place[a], self.place[b]) for a, b in edges}
+        pairs = {(min(pair), max(pair)) for pair in pairs if len({*pair}) == 2} - self._met
+        self._met |= pairs
+        for low, high in sorted(pair for pair in pairs if self.here in pair):
+            number = torch.zeros(1, device=self.device)
+            for source, target, group in ((low, high, self.group), (high, low, self.lower)):
+                if self.here == source:
+                    dist.send(number, self.ranks[target], group)
+                else:
+                    dist.recv(number, self.ranks[source], group)
 
     def begin(self, signatures: list[Any], back: dict[tuple[int, int], tuple[bool, ...]]) -> None:
         """Begin a step. Raises MeshError behind one that failed. ``signatures``: of every
         micro-batch what shapes depend on; ``back``: by stages that send something to another,
         whether gradients of each value come back."""
-        if self.broken:
+        if self.made.broken:
             raise MeshError(
                 message(
                     "a step in stages",
@@ -119,23 +139,24 @@ class Wire:
         made, back = transfer.of, transfer.of.kind != "F"
         route = (transfer.to, made.stage) if back else (made.stage, transfer.to)
         key = *route, made.microbatch, back
-        other = self.ranks[self.place[transfer.to if transfer.sends else made.stage]]
+        source, target = self.place[made.stage], self.place[transfer.to]
+        group = self.group if source < target else self.lower
         if transfer.sends:
-            self._send(key, other)
+            self._send(key, self.ranks[target], group)
         else:
-            self._receive(key, other)
+            self._receive(key, self.ranks[source], group)
 
-    def _send(self, key: Any, other: int) -> None:
+    def _send(self, key: Any, other: int, group: Any) -> None:
         values = self.outbox.pop(key, [])
         if not key[3] and self._is_new(key, header := self.headers.pop(key)):
-            dist.send_object_list([header], other, group=self.group, device=self.device)
+            dist.send_object_list([header], other, group=group, device=self.device)
         for i, x in enumerate(values):
             x = x.contiguous()
-            self.sent.append((dist.isend(x, other, self.group, _tag(key, i, x)), x))
+            self.sent.append((dist.isend(x, other, group, _tag(key, i, x)), x))
         while len(self.sent) > UNDER_WAY * max(len(values), 1):
             self.sent.pop(0)[0].wait()
 
-    def _receive(self, key: Any, other: int) -> None:
+    def _receive(self, key: Any, other: int, group: Any) -> None:
         source, target, turn, back = key
         known = self.headers.get((source, target, self.signatures[turn]))
         if back:
@@ -143,7 +164,7 @@ class Wire:
             known = [each for each in known if each[0] == "tensor" and each[3]]
         elif known is None or self._varies(source, target, known):
             got: list[Any] = [None]
-            dist.recv_object_list(got, other, group=self.group, device=self.device)
+            dist.recv_object_list(got, other, group=group, device=self.device)
             self._is_new(key, known := got[0])
         values, works = list[Any](), list[Any]()
         at = 0
@@ -152,7 +173,7 @@ class Wire:
                 values.append(what)
                 continue
             x = torch.empty(what, dtype=dtype, device=self.device)
-            works.append(dist.irecv(x, other, self.group, _tag(key, at, x)))
+            works.append(dist.irecv(x, other, group, _tag(key, at, x)))
             values.append(x.requires_grad_(grad and not back))
             at += 1
         if values:
@@ -283,7 +304,7 @@ class Line:
         module.set_syncing(False)
         splits, order = self.order(count)
         self.spans = []
-        wire.broken = True
+        wire.made.broken = True
         try:
             held = [module.held_tensors()]
             self.runner.begin(held, [[part] for part in parts], seed, grad)
@@ -296,7 +317,7 @@ class Line:
                 self.spans.append((step, self.runner.began, self.runner.clock()))
             found = self.runner.end()
             wire.finish()
-            wire.broken = False
+            wire.made.broken = False
         finally:
             self.runner.drop()
             wire.clear()

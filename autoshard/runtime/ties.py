@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.process_groups import make_group
+from autoshard.runtime.process_groups import Groups
 from autoshard.runtime.staged import along_pipeline
 
 
 class Ties:
     """The parameters of a rank that other stages hold too, by the ranks that hold the same part."""
 
-    def __init__(self, module: Any, known: dict[Any, Any]):
+    def __init__(self, module: Any, made: Groups):
         self.module, self.groups = module, list[tuple[Any, int, list[str]]]()
         self._summed: set[str] = set()  # parameters whose .grad is a sum over these ranks
         program, rank = module.program, module.rank_index
@@ -32,7 +32,7 @@ class Ties:
         for holders in sorted(by_holders):
             # a rank that holds none makes a group too: torch names one by how many a rank has
             ranks = tuple(peers[p] for p in holders) if here in holders else (rank,)
-            group = make_group(ranks, known, module._device, f"ties of {holders}")
+            group = made.of(ranks, f"ties of {holders}")
             if here in holders:
                 self.groups.append((group, holders.index(here), by_holders[holders]))
 
