@@ -318,11 +318,10 @@ class Partitioner(Converter):
         needed = [a for i, a in rows.items() if i in whole or i in banned]
         if needed:
             who, remedy = self.rows_are_of
-            why = (
-                f"this op mixes rows of the batch, and {who} holds its own rows only"
-                if rule_for(self.source.target) is not None
-                else "this op has no rule, so it is taken to need the whole batch at once"
-            )
+            why = f"this op mixes rows of the batch, and {who} holds its own rows only"
+            if rule_for(self.source.target) is None:
+                why = "this op has no rule, so it is taken to need the whole batch at once"
+                remedy += ", define it with tags=torch.Tag.pointwise if it works element by element"
             for experts in self.program.unfused[:1]:  # what they select is what needs the batch
                 why = f"experts are not recognised in {experts}; so {why}"
             raise ShardingError(

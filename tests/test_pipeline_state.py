@@ -13,6 +13,7 @@ from gloo_checkpoint import ALONE, PIPELINE_MESHES
 from test_checkpoint import assert_read_and_written, assert_went_on, each, ranks_of, small
 
 MESHES = (*(m for m in PIPELINE_MESHES if "ep" not in m), "dp=4", "dp=2,tp=2", ALONE)
+FEW = ("pp=2,dp=2", "pp=2,tp=2, interleaved", "dp=4", ALONE)
 EXPERT_MESHES = ("pp=2,ep=2", "pp=2,dp=2", "dp=2,tp=2", ALONE)
 
 #: Meshes on which a model is made from the meta device.
@@ -48,7 +49,7 @@ def pretrained(folder, names):
 
 def quick_jobs(folder):
     return {
-        "gpt2": (checkpoints.matrix, str(folder), "gpt2", True, MESHES),
+        "gpt2": (checkpoints.matrix, str(folder), "gpt2", True, FEW),
         "meta": (jobs.from_meta, META),
         "peak": (jobs.peak, "pp=2,dp=2", {"zero": 3}),
         "unset": (jobs.unset, "pp=2,dp=2", {"zero": 3}),
@@ -62,6 +63,7 @@ def quick_jobs(folder):
 
 def slow_jobs(folder):
     return {
+        "gpt2": (checkpoints.matrix, str(folder), "gpt2", True, MESHES),
         "mixtral": (checkpoints.matrix, str(folder), "mixtral", True, EXPERT_MESHES),
         "stacked": (jobs.stacked, "pp=2,ep=2", {"zero": 3, "schedule": "interleaved"}),
         **pretrained(folder, ["llama", "mixtral"]),
@@ -75,21 +77,32 @@ slow = ranks_of("pipeline_slow", slow_jobs)
 # --- checkpoints and files ---
 
 
-@pytest.mark.parametrize("pair", list(itertools.product(MESHES, MESHES)), ids="->".join)
-def test_a_checkpoint_of_any_stages_loads_on_any_mesh(quick, pair):
-    results = [got[pair] for got in each(quick, "gpt2") if pair in got]
-    assert len(results) == (1 if pair[1] == ALONE else 4)
-    for got in results:
+def pairs(meshes):
+    return list(itertools.product(meshes, meshes))
+
+
+def assert_loads_and_goes_on(results, name, pair):
+    found = [got[pair] for got in each(results, name) if pair in got]
+    assert len(found) == (1 if pair[1] == ALONE else 4)
+    for got in found:
         assert_went_on(got, pair, 1e-9)
+
+
+@pytest.mark.parametrize("pair", pairs(FEW), ids="->".join)
+def test_a_checkpoint_of_stages_loads_on_other_meshes(quick, pair):
+    assert_loads_and_goes_on(quick, "gpt2", pair)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", list(itertools.product(EXPERT_MESHES, repeat=2)), ids="->".join)
+@pytest.mark.parametrize("pair", pairs(MESHES), ids="->".join)
+def test_a_checkpoint_of_any_stages_loads_on_any_mesh(slow, pair):
+    assert_loads_and_goes_on(slow, "gpt2", pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pairs(EXPERT_MESHES), ids="->".join)
 def test_experts_in_stages_save_and_load_too(slow, pair):
-    results = [got[pair] for got in each(slow, "mixtral") if pair in got]
-    assert len(results) == (1 if pair[1] == ALONE else 4)
-    for got in results:
-        assert_went_on(got, pair, 1e-9)
+    assert_loads_and_goes_on(slow, "mixtral", pair)
 
 
 def test_ranks_of_stages_read_slices_and_write_whole_tensors(quick):

@@ -318,7 +318,7 @@ def show_steps(times: dict[str, list[float]], size: argparse.Namespace) -> None:
 # --- work whose time is known ---
 
 
-@torch.library.custom_op("bench_pipeline::spin", mutates_args=())
+@torch.library.custom_op("bench_pipeline::spin", mutates_args=(), tags=torch.Tag.pointwise)
 def spin(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
     """A copy of ``x``, not before so many seconds are over; its gradient takes its own."""
     end = time.perf_counter() + forward
