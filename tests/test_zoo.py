@@ -115,10 +115,11 @@ PIPELINES += [
 PIPELINES += [Case(kind, "pp=2", auxiliary=True, schedule="gpipe") for kind in AUXILIARY]
 PIPELINES += [
     Case(kind, mesh, zero=stage)
-    for kinds, meshes in ((PIPELINED, MIXED_MESHES), (MIXTURES, MIXED_EXPERT_MESHES))
+    for kinds, meshes in ((TYPES, MIXED_MESHES), (MIXTURES, MIXED_EXPERT_MESHES))
     for mesh in meshes
     for stage in stages_of_zero(mesh)
     for kind in kinds
+    if kind in WITHOUT_SCANS or "cp" not in mesh
 ]
 PIPELINES += [Case(kind, "pp=2,dp=2", zero=3, recompute="block") for kind in PIPELINED]
 PIPELINES = list(dict.fromkeys(PIPELINES))
