@@ -18,6 +18,7 @@ def batch_sizes(program: Program) -> list[Any]:
     found = (
         axis.size
         for node in program.graph.find_nodes(op="placeholder")
+        if node.name in program.inputs  # no parameter has samples
         for dim in program.dims.get(node, ())
         for axis in atoms(dim)
         if axis.role == "batch" and not isinstance(axis.size, int)
