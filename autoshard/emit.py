@@ -311,8 +311,9 @@ class ShardedModule(nn.Module):
         ranks = tuple(along_pipeline(program.mesh, self.rank_index))
         at = program.mesh.stage(self.rank_index)
         self.wire = Wire(self._made_groups, ranks, program.pipeline.place, at)
-        failures.watch()
+        failures.watch(self.wire)
         self.ties = Ties(self, self._made_groups)
+        self._store.reductions.lags = True
 
     def set_syncing(self, syncing: bool, stage: int | None = None) -> None:
         """Whether backward reduces gradients from here on; ``stage``: those of a stage alone."""
@@ -320,6 +321,12 @@ class ShardedModule(nn.Module):
         self._store.reductions.reached = False
         if self._reducer is not None:
             self._reducer.stage, self._reducer.reached = stage, False
+
+    def settle(self) -> None:
+        """A step in stages is done: wait for the reductions that are under way."""
+        if self._reducer is not None:
+            self._reducer.settle()
+        self._store.reductions.settle()
 
     def complete(self, stage: int) -> None:
         """The last backward of a stage is done: gradients are reduced that it has not added to."""

@@ -488,3 +488,50 @@ def dropout(mesh, options: dict[str, Any]) -> dict[str, Any]:
         "loss": [first, sharded.train_step(**rows).clone()],
         "gradients": gradients,
     }
+
+
+# --- groups, and what carries values ---
+
+
+def other_numbers_of_groups(mesh) -> list[Any]:
+    """What each rank is told when one has made a group of its own; and the loss when all have."""
+    inputs = made("tied")[1]
+    own = [dist.new_group([r], use_local_synchronization=True) for r in [0] if dist.get_rank() == r]
+    told = refusal(lambda: gloo.shard(mesh, made("tied")[0], inputs, schedule="zb"))
+    own += [dist.new_group([r], use_local_synchronization=True) for r in (1, 2, 3) if not own]
+    sharded = gloo.shard(mesh, made("tied")[0], inputs, schedule="zb")
+    return [told, sharded.train_step(**local_rows(mesh, inputs)).clone()]
+
+
+def sizes_of_their_own(mesh) -> list[tuple[int, ...]]:
+    """Two micro-batches of other sizes on their way at once, and gradients of the first one back:
+    the shapes that arrive, on the rank that they are for."""
+    from autoshard.mesh import MeshSpec, SubMesh
+    from autoshard.runtime.process_groups import groups_of
+    from autoshard.runtime.staged import Wire, along_pipeline
+    from autoshard.schedule import Action, Transfer
+
+    spec = MeshSpec.of(mesh)
+    ranks = tuple(along_pipeline(SubMesh(spec), dist.get_rank()))
+    here = ranks.index(dist.get_rank())
+    wire = Wire(groups_of(spec, torch.device("cpu")), ranks, (0, 1), here)
+    wire.meet([(0, 1)])
+    wire.varying = {(0, 1)}
+    wire.begin([("rows", 4), ("rows", 4)], {(0, 1): (True,)})
+    forward = [Transfer(here == 0, Action(0, "F", at), 1) for at in (0, 1)]
+    back = [Transfer(here == 1, Action(1, "B", at), 0) for at in (0, 1)]
+    shapes = []
+    for at, transfer in enumerate(forward):
+        if here == 0:
+            wire.put(0, 1, at, False, [[torch.ones(3 + 2 * at, requires_grad=True)]])
+        wire.post(transfer)
+    if here == 1:
+        shapes += [tuple(wire.take(0, 1, at, False)[0][0].shape) for at in (0, 1)]
+    for at, transfer in enumerate(back):
+        if here == 1:
+            wire.put(0, 1, at, True, [[torch.ones(3 + 2 * at)]])
+        wire.post(transfer)
+        if here == 0:
+            shapes.append(tuple(wire.take(0, 1, at, True)[0][0].shape))
+    wire.finish()
+    return shapes

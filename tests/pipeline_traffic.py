@@ -87,7 +87,7 @@ class BytesSent(TorchDispatchMode):
 
     PATCHED = ("isend", "all_reduce", "broadcast")
 
-    def __init__(self, stages: tuple[Any, ...]):
+    def __init__(self, stages: list[Any]):
         super().__init__()
         self.stages, self.sent = stages, dict[str, tuple[int, int]]()
 
@@ -151,7 +151,7 @@ def traffic(mesh, layers: int, rows: int, **options: Any):
     sharded = autoshard(hw.GPT(layers=layers, tied=True), mesh, batch, **options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     for _ in range(2):
-        with BytesSent((sharded.wire.group, sharded.wire.lower)) as counted:
+        with BytesSent(sharded.wire.lanes) as counted:
             sharded.train_step(**batch)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,9 @@
 """Every rank of a pipeline hears of one that fails, and why: none hangs, no process is aborted."""
 
+import json
 import re
+import threading
+import time
 
 import pipeline_failures as jobs
 import pytest
@@ -9,6 +12,7 @@ from pipeline_failures import LENGTHS, LIMIT, RAISES
 from test_gloo import each, ranks_of
 
 from autoshard import autoshard
+from autoshard.runtime import failures
 from autoshard.runtime.failures import PATIENCE
 
 QUICK = ("known to both", "new to both")
@@ -109,3 +113,30 @@ def test_a_process_that_ends_is_named_and_a_checkpoint_outlives_it(how, tmp_path
     state = alone.full_state_dict()
     assert all(torch.equal(v, state[n]) for n, v in found[0][1].items())
     assert all(len(s) == 3 for s in optimizer.state.values())
+
+
+def test_a_thread_ends_a_process_that_waits_for_a_rank_that_failed(monkeypatch):
+    """As on a GPU, where nothing raises in a process that waits."""
+    monkeypatch.setattr(failures, "LISTEN", 0.01)
+    monkeypatch.setattr(failures, "GRACE", 0.1)
+    store, told, waits = torch.distributed.HashStore(), [], []
+    about = (store, 0, lambda: bool(waits), told.append)
+    threading.Thread(target=failures._listen, args=about, daemon=True).start()
+
+    def word(number, rank, cause, text):
+        store.add(failures.COUNT, 1)
+        store.set(failures.WORD.format(number), json.dumps([rank, cause, text, {}]))
+
+    def after(seconds):
+        time.sleep(seconds)
+        return told
+
+    word(1, 0, 2, "of this rank itself")
+    word(2, 1, 1, "it waits")
+    word(3, 2, 2, "it went on")
+    assert after(0.3) == []  # nothing of this rank waits
+    store.set(failures.WORD.format(3), "")
+    waits.append(True)
+    assert after(0.3) == []
+    word(4, 3, 2, "it raised IndexError")
+    assert after(0.5) == ["rank 3 failed, and this rank 0 waits for it: it raised IndexError"]

@@ -84,12 +84,14 @@ def accumulating(given):
 
 data = ranks_of(
     {"pp": 2, "dp": 2},
-    runs(DATA)
+    {"numbers": (jobs.other_numbers_of_groups,)}  # before all groups are made
+    | runs(DATA)
     | accumulating(only(ACCUMULATED, "interleaved 1"))
     | {
         "long 1f1b": (jobs.long, LONG["1f1b"]),
         "shapes, interleaved": (jobs.other_shapes, SHAPES["shapes, interleaved"]),
         "normed, from evaluation": (jobs.modes, *MODES["normed, from evaluation"]),
+        "sizes": (jobs.sizes_of_their_own,),
         "several modules": (jobs.several_modules,),
         "own parts": (jobs.own_parts, "", options(zero=3)),
         "float32": (jobs.precision, options(zero=1)),
@@ -197,6 +199,18 @@ def test_modules_take_turns_on_one_mesh_and_share_its_process_groups(data):
         told = "a rank has 4 rows, which make 4 micro-batches, not the 100 asked for"
         assert [len(said) for said in got["said"]] == [rank == 0] * 3
         assert all(told in text for said in got["said"] for text in said)
+
+
+def test_gradients_come_back_in_the_size_of_their_own_micro_batch(data):
+    assert each(data, "sizes") == [[(3,), (5,)]] * 4
+
+
+def test_ranks_that_have_made_other_groups_are_told(data):
+    model, inputs = jobs.made("tied")
+    want = model(**inputs).loss.detach()
+    for told, loss in each(data, "numbers"):
+        assert "ranks [1, 2, 3] are in fewer" in told and "fix:" in told
+        assert difference(loss, want) == ""
 
 
 @pytest.mark.parametrize("ranks, job", both(["reduced"], ["bfloat16"]))

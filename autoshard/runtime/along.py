@@ -63,13 +63,14 @@ def _shared(wire: Any, owner: int, value: Any, remember: str = "") -> Any:
     """What the ranks at one position along pp have, on all others. ``remember``: a name under which
     its type and shape, which stay the same, are told once."""
     source, mine = wire.ranks[owner], owner == wire.here
-    known = wire.headers.get(remember) if remember else None
+    about = remember, wire.signatures[0][:1]  # the mode, and what else decides on types
+    known = wire.headers.get(about) if remember else None
     if known is None:
         told = [_about(value) if mine else None]
         dist.broadcast_object_list(told, source, group=wire.group, device=wire.device)
         known = told[0]
         if remember:
-            wire.headers[remember] = known
+            wire.headers[about] = known
     assert known is not None
     kind, what, dtype = known
     if kind != "tensor":

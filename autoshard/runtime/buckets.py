@@ -38,7 +38,6 @@ class Bucket:
     device: torch.device
     pieces: list[tuple[str, Piece, int]] = field(default_factory=list)
     numel: int = 0
-    keys: int = 0
     waiting: int = 0
     address: int = 0  # of the numbers of the last step
     flat: torch.Tensor | None = None
@@ -101,6 +100,8 @@ class Reducer:
         self.stage: int | None = None  # of a pipeline, the one whose backward runs
         self.reached = False  # whether that has added to a gradient
         self._active: list[Bucket] = []  # those that this backward reduces
+        #: buckets and flags under way: in a pipeline a stage's are waited for at the step's end
+        self._under_way: list[tuple[list[Bucket], list[Any]]] = []
         self._summed: set[str] = set()  # parameters whose .grad is a sum over the ranks
         self._accumulators: list[Any] = []
         self._task = -1  # the backward that is being reduced, by autograd's number of it
@@ -132,7 +133,6 @@ class Reducer:
                     about = piece[3], stage, first, tensor.dtype, tensor.device
                     bucket = open_[kind] = Bucket(*about)
                     self.buckets.append(bucket)
-                bucket.keys += all(home is not bucket for home, *_ in homes)
                 bucket.pieces.append((key, piece, bucket.numel))
                 homes.append((bucket, piece, bucket.numel))
                 bucket.numel += view_of(tensor, piece).numel()
@@ -167,7 +167,12 @@ class Reducer:
         self._next = 0
         self._active = [b for b in self.buckets if b.stage == stage]
         for bucket in self._active:
-            bucket.waiting, bucket.flat, bucket.work = bucket.keys, None, None
+            bucket.flat = bucket.work = None
+            bucket.waiting = sum(self._trains(k) for k in {key for key, *_ in bucket.pieces})
+
+    def _trains(self, key: str) -> bool:
+        """Whether a gradient may come: the parameter was not frozen since the call."""
+        return self.module.tensor(key).requires_grad
 
     def _ready(self, key: str) -> None:
         if not self.module._syncing:
@@ -204,7 +209,8 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         for key, piece, start in bucket.pieces:
-            if bucket.waiting:  # some have no gradient on this step; .grad may be the last sum
+            # some have no gradient on this step; .grad may be the last sum
+            if bucket.waiting or not self._trains(key):
                 self._reopen(key)
                 self._put(bucket, key, piece, start)
         bucket.work = self._all_reduce(bucket.flat, bucket.axes)
@@ -219,31 +225,45 @@ class Reducer:
     def _finish(self) -> None:
         for bucket in self._active[self._next :]:
             self._launch(bucket)
-        self._add_missing()
-        self._task = -1
-        for bucket in self._active:
-            bucket.work.wait()
-            self._take(bucket)
-            bucket.flat = bucket.work = None
-        for key, homes in self.of.items():
-            if homes[0][0].stage == self.stage and self.module.tensor(key).grad is not None:
-                self._summed.add(key)
+        self._under_way.append((self._active, self._flags()))
+        self._task, self._active = -1, []
+        if self.module.wire is None:
+            self.settle()
 
-    def _add_missing(self) -> None:
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what is under way: gradients are then the sums."""
+        for buckets, flags in self._under_way:
+            self._add_missing(flags)
+            for bucket in buckets:
+                bucket.work.wait()
+                self._take(bucket)
+                bucket.flat = bucket.work = None
+            keys = {key for bucket in buckets for key, *_ in bucket.pieces}
+            self._summed |= {key for key in keys if self.module.tensor(key).grad is not None}
+        self._under_way.clear()
+
+    def _flags(self) -> list[Any]:
+        """Set out which parameters of the stage have a gradient on any rank: a parameter that may
+        have none counts as one that has."""
+        found = []
+        for (stage, axes), (keys, ones) in self._present.items():
+            if stage == self.stage:
+                tensors = [self.module.tensor(key) for key in keys]
+                has = [t.grad is not None or not t.requires_grad for t in tensors]
+                flags = ones if all(has) else ones.new_tensor(has)
+                work = self._all_reduce(flags, axes, "MAX")  # ones stay ones
+                found.append((keys, has, flags, work))
+        return found
+
+    def _add_missing(self, found: list[Any]) -> None:
         """Give a parameter without a gradient one of zeros where another rank has one. Only a rank
         that lacks a gradient looks at what the others have: no other waits for the device."""
-        works, missing = [], []
-        for (stage, axes), (keys, ones) in self._present.items():
-            if stage != self.stage:
-                continue
-            has = [self.module.tensor(key).grad is not None for key in keys]
-            flags = ones if all(has) else ones.new_tensor(has)
-            works.append(self._all_reduce(flags, axes, "MAX"))  # ones stay ones
-            if not all(has):
-                missing.append((keys, has, flags))
-        for work in works:
+        for *_, work in found:
             work.wait()
-        for keys, has, flags in missing:
+        for keys, has, flags, _ in found:
+            if all(has):
+                continue
             for key, mine, anyone in zip(keys, has, flags.tolist(), strict=True):
                 if anyone and not mine:
                     tensor = self.module.tensor(key)

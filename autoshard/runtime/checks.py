@@ -88,8 +88,9 @@ def _unknown(program: Program, takes: inspect.Signature, name: str, value: Any) 
 
 
 def _types(program: Program, given: dict[str, Any]) -> list[str]:
-    """Inputs without values, or of another kind of number than the graph was made for."""
-    wrong = []
+    """Inputs without values, on another device than the mesh's, or of another kind of number than
+    the graph was made for."""
+    wrong, mesh = [], program.mesh.mesh.device_mesh
     for node in program.graph.find_nodes(op="placeholder"):
         name = program.inputs.get(node.name, "")
         if not name:
@@ -101,6 +102,10 @@ def _types(program: Program, given: dict[str, Any]) -> list[str]:
             wrong.append(f"{name} is on the meta device")
         elif got != expected and not integers:
             wrong.append(f"{name} is {got}, captured as {expected}")
+        elif mesh is not None and given[name].device.type != mesh.device_type and given[name].ndim:
+            wrong.append(
+                f"{name} is on {given[name].device}, and the mesh is of {mesh.device_type}"
+            )
     return wrong
 
 

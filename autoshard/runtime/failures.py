@@ -3,6 +3,9 @@
 Words are left in the store in which the processes met. A rank that sees no more than that another
 one is gone, or has waited as long as its process group does, looks there for the cause. Nothing is
 read or written in a step that goes well, and has inputs of shapes that were there before.
+
+On a GPU nothing raises in a process that waits: its work stands in a stream, and at last a watchdog
+ends it without a word. There a thread listens (`_listen`), and ends it with the cause.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +31,10 @@ from autoshard.mesh import DATA_AXES
 PATIENCE = 2.0
 #: Seconds between two looks at the store.
 PAUSE = 0.02
+#: Seconds between two looks of the thread that listens, and those for which a word has to hold.
+LISTEN, GRACE = 1.0, 10.0
+#: Words of errors of NCCL that are the rank's own.
+OWN = ("out of memory", "invalid usage", "invalid argument")
 #: Words of errors that say that another rank is not there, and nothing about why.
 GONE = ("connection", "timed out", "timeout", "peer", "socket", "gloo", "nccl", "broken pipe")
 #: Keys of the store: how many words were left, and of each; of what ranks agree on.
@@ -63,7 +73,7 @@ def told(module: Any, who: str) -> Iterator[None]:
         vars(made)[SEEN] = True
         raise made from error
     else:
-        _take_back()
+        take_back()
 
 
 def telling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,11 +89,16 @@ def telling(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def watch() -> None:
-    """From now on an error that ends this process's script is left for the others too."""
+def watch(wire: Any) -> None:
+    """From now on an error that ends this process's script is left for the others too. On a GPU the
+    process is ended where a transfer of ``wire`` waits for a rank that has failed."""
     global _watching
+    _wires.add(wire)
     if _watching:
         return
+    if wire.device.type == "cuda":
+        about = _store().clone(), dist.get_rank(), lambda: any(w.stands() for w in _wires)
+        threading.Thread(target=_listen, args=(*about, _end), daemon=True).start()
     _watching, before = True, sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
@@ -95,6 +110,28 @@ def watch() -> None:
 
 
 _watching = False
+_wires: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _listen(store: Any, rank: int, stands: Callable[[], bool], end: Callable[[str], Any]) -> None:
+    """Look for the word of a rank that has failed, once a second; where it still holds after some,
+    and this rank's work stands still, call ``end`` with the cause. Ends where the store does."""
+    since: dict[int, float] = {}
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        while True:
+            failed = {n: w for n, w in _standing(store) if w.cause == 2 and w.rank != rank}
+            now = time.monotonic()
+            since = {n: since.get(n, now) for n in failed}
+            for n, word in failed.items():
+                if now - since[n] >= GRACE and stands():
+                    end(f"rank {word.rank} failed, and this rank {rank} waits for it: {word.text}")
+                    return
+            time.sleep(LISTEN)
+
+
+def _end(cause: str) -> None:
+    print(f"autoshard: {cause}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def agree(module: Any, inputs: dict[str, Any], mode: Any) -> None:
@@ -116,7 +153,7 @@ def agree(module: Any, inputs: dict[str, Any], mode: Any) -> None:
         about = f"it has inputs of shapes {shapes}, as no step before, and waits for the others"
         _leave(module, 1, about)
         _wait(module, store, {r: keys[r] for r in others})
-        _take_back()
+        take_back()
     theirs = {r: store.get(keys[r]).decode() for r in others}
     differing = {r: json.loads(x)[1] for r, x in theirs.items() if x != text}
     if differing:
@@ -193,7 +230,7 @@ def _says_gone(error: Exception) -> bool:
     if isinstance(error, AutoshardError) or not isinstance(error, (RuntimeError, dist.DistError)):
         return False
     text = str(error).lower()
-    return any(word in text for word in GONE)
+    return any(word in text for word in GONE) and not any(word in text for word in OWN)
 
 
 def _lost(module: Any, who: str, error: Exception) -> MeshError:
@@ -268,7 +305,7 @@ def _leave(module: Any, cause: int, text: str) -> None:
         _left.append(number)
 
 
-def _take_back() -> None:
+def take_back() -> None:
     """What this rank said is over: it has gone on."""
     for number in _left:
         with contextlib.suppress(Exception):
@@ -278,11 +315,17 @@ def _take_back() -> None:
 
 def _words(module: Any) -> list[Word]:
     """All words of other ranks that stand, in the order in which they were left."""
-    found = []
+    found = list[tuple[int, Word]]()
     with contextlib.suppress(Exception):
-        store = _store()
-        for number in range(1, store.add(COUNT, 0) + 1):
-            key = WORD.format(number)
-            if store.check([key]) and (text := store.get(key).decode()):
-                found.append(Word(*json.loads(text)))
-    return [w for w in found if w.rank != module.rank_index]
+        found = _standing(_store())
+    return [w for _, w in found if w.rank != module.rank_index]
+
+
+def _standing(store: Any) -> list[tuple[int, Word]]:
+    """All words that stand, with their numbers."""
+    found = []
+    for number in range(1, store.add(COUNT, 0) + 1):
+        key = WORD.format(number)
+        if store.check([key]) and (text := store.get(key).decode()):
+            found.append((number, Word(*json.loads(text))))
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.errors import MeshError, message
 from autoshard.mesh import MeshSpec
 from autoshard.program import Program
 
@@ -43,8 +44,31 @@ class Groups:
     def along(
         self, program: Program, rank: int, wanted: Iterable[tuple[str, ...]], purpose: str = ""
     ) -> dict[tuple[str, ...], Any]:
-        """The rank's group for every set of mesh axes that is wanted."""
+        """The rank's group for every set of mesh axes that is wanted. Raises MeshError where ranks
+        have made other groups before: torch names one by how many there are."""
+        ranks = [(purpose, tuple(program.mesh.peers(rank, axes))) for axes in wanted]
+        if any(key not in self._made for key in ranks):
+            _refuse_other_numbers()
         return {axes: self.of(tuple(program.mesh.peers(rank, axes)), purpose) for axes in wanted}
+
+
+def _refuse_other_numbers() -> None:
+    own = len(dist.distributed_c10d._world.pg_names)
+    counts = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, own)
+    if len({*counts}) > 1:
+        fewer = [r for r, count in enumerate(counts) if count != max(counts)]
+        raise MeshError(
+            message(
+                "process groups",
+                f"ranks {fewer[:8]} are in fewer than others",
+                f"{min(counts)} groups there, {max(counts)} elsewhere",
+                "torch names a new group by how many its ranks are in, and they would wait for "
+                "each other under different names",
+                "make groups of your own so that every rank is in as many (with ranks that are "
+                "not in one, one of that rank alone), or after autoshard and the first eval",
+            )
+        )
 
 
 _world: Any = None

@@ -30,6 +30,9 @@ class Reductions:
         self.open_question = False
         self._task = -1  # the backward that is being reduced, by autograd's number of it
         self.reached = False  # whether the last backward of a pipeline's stage has added to any
+        #: whether the last reductions of a backward are waited for when the next one has some, or
+        #: the step ends: in a pipeline, gradients for other stages set out before
+        self.lags, self._lagging = False, False
         self._pending: deque[Iterator[Any]] = deque()
         self._ready: dict[int, list[torch.Tensor | None]] = {}
         self._forwards: dict[int, tuple[Any, list[Any]]] = {}
@@ -45,6 +48,7 @@ class Reductions:
         self.reached = True
         task = torch._C._current_graph_task_id()
         if task != self._task:
+            self.settle()
             self._reset()  # an earlier backward that raised may have left things half done
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -75,7 +79,7 @@ class Reductions:
         self._finish()
 
     def _reset(self) -> None:
-        self._task = -1
+        self._task, self._lagging = -1, False
         for left in (self._pending, self._ready, self._forwards, self._late, self._to_host):
             left.clear()
         self._present.clear()
@@ -233,11 +237,27 @@ class Reductions:
                 if grads is not None:
                     self._launch(gathering, grads)
             forward.finish()
+        if self.lags and not asked:
+            self._lagging, self._task = True, -1
+            self._ready.clear()
+            self._forwards.clear()
+            return
         while self._pending:
             self._advance()
         if asked and self._forwards:
             self._add_late(next(iter(self._forwards.values()))[0])
             self.open_question = False
+        self._give_all()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what a backward has left under way: gradients are then the sums."""
+        if self._lagging:
+            while self._pending:
+                self._advance()
+            self._give_all()
+
+    def _give_all(self) -> None:
         if self._to_host:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()

@@ -52,16 +52,17 @@ _numbers = itertools.count()
 class Wire:
     """Carries values between the stages of a rank and those of others.
 
-    Over one process group to higher positions along pp, and over another to lower ones: NCCL does
-    what two ranks send each other in a group in the order posted, and a gradient that is not made
-    yet would hold up what goes the other way.
+    Over several process groups of the same ranks: NCCL may do all that a rank sends and receives
+    in one group in the order posted, and what is not made yet would hold up the rest. To higher
+    positions along pp and to lower ones, and to and from either neighbour, are four.
     """
 
     def __init__(self, made: Groups, ranks: tuple[int, ...], place: tuple[int, ...], position: int):
         self.made, self.place, self.here, self.device = made, place, position, made.device
-        self.group, self.lower = made.of(ranks, "stages"), made.of(ranks, "stages, to lower ones")
-        self.ranks = ranks
+        self.lanes = [made.of(ranks, f"stages, lane {lane}") for lane in range(4)]
+        self.group, self.ranks = self.lanes[0], ranks  # the group of what all of them do together
         self._met: set[tuple[int, int]] = set()  # pairs of positions that are connected
+        self.last: Any = None  # on a GPU, the event behind the last step
         self.headers: dict[Any, list[Any]] = {}
         self.signatures: list[Any] = []  # of every micro-batch, what the shapes depend on
         self.outbox: dict[Any, list[torch.Tensor]] = {}
@@ -72,6 +73,8 @@ class Wire:
         #: by source and target, what has sizes that depend on the data
         self.varying: set[tuple[int, int]] = set()
         self.asked: dict[Any, list[bool]] = {}  # of what comes back, what has a reader
+        #: by source, target and micro-batch, the header of what was sent
+        self.told: dict[tuple[int, int, int], list[Any]] = {}
         #: see `failures.agree`: by which number this is known; of the step that runs
         self.number, self.timeout = next(_numbers), timeout_of(made.device)
         self.agreed: set[Any] = set()
@@ -87,11 +90,20 @@ class Wire:
         self._met |= pairs
         for low, high in sorted(pair for pair in pairs if self.here in pair):
             number = torch.zeros(1, device=self.device)
-            for source, target, group in ((low, high, self.group), (high, low, self.lower)):
+            for source, target in ((low, high), (high, low)):
                 if self.here == source:
-                    dist.send(number, self.ranks[target], group)
+                    dist.send(number, self.ranks[target], self.lane(source, target))
                 else:
-                    dist.recv(number, self.ranks[source], group)
+                    dist.recv(number, self.ranks[source], self.lane(source, target))
+
+    def stands(self) -> bool:
+        """Whether something of a step is not done: it was broken off, or a GPU still has it to
+        do. Called by another thread."""
+        return self.made.broken or (self.last is not None and not self.last.query())
+
+    def lane(self, source: int, target: int) -> Any:
+        """The group over which one position along pp sends to another."""
+        return self.lanes[2 * (source > target) + min(source, target) % 2]
 
     def begin(self, signatures: list[Any], back: dict[tuple[int, int], tuple[bool, ...]]) -> None:
         """Begin a step. Raises MeshError behind one that failed. ``signatures``: of every
@@ -111,7 +123,7 @@ class Wire:
 
     def clear(self) -> None:
         """Keep nothing of a step."""
-        for left in (self.outbox, self.inbox, self.asked, self.sent):
+        for left in (self.outbox, self.inbox, self.asked, self.told, self.sent):
             left.clear()
 
     def put(self, source: int, target: int, turn: int, back: bool, values: list[Each]) -> None:
@@ -140,7 +152,7 @@ class Wire:
         route = (transfer.to, made.stage) if back else (made.stage, transfer.to)
         key = *route, made.microbatch, back
         source, target = self.place[made.stage], self.place[transfer.to]
-        group = self.group if source < target else self.lower
+        group = self.lane(source, target)
         if transfer.sends:
             self._send(key, self.ranks[target], group)
         else:
@@ -148,8 +160,10 @@ class Wire:
 
     def _send(self, key: Any, other: int, group: Any) -> None:
         values = self.outbox.pop(key, [])
-        if not key[3] and self._is_new(key, header := self.headers.pop(key)):
-            dist.send_object_list([header], other, group=group, device=self.device)
+        if not key[3]:
+            self.told[key[:3]] = header = self.headers.pop(key)
+            if self._is_new(key, header):
+                dist.send_object_list([header], other, group=group, device=self.device)
         for i, x in enumerate(values):
             x = x.contiguous()
             self.sent.append((dist.isend(x, other, group, _tag(key, i, x)), x))
@@ -160,8 +174,8 @@ class Wire:
         source, target, turn, back = key
         known = self.headers.get((source, target, self.signatures[turn]))
         if back:
-            assert known is not None
-            known = [each for each in known if each[0] == "tensor" and each[3]]
+            sent = self.told.pop((source, target, turn))
+            known = [each for each in sent if each[0] == "tensor" and each[3]]
         elif known is None or self._varies(source, target, known):
             got: list[Any] = [None]
             dist.recv_object_list(got, other, group=group, device=self.device)
@@ -304,6 +318,7 @@ class Line:
         module.set_syncing(False)
         splits, order = self.order(count)
         self.spans = []
+        failures.take_back()
         wire.made.broken = True
         try:
             held = [module.held_tensors()]
@@ -317,6 +332,8 @@ class Line:
                 self.spans.append((step, self.runner.began, self.runner.clock()))
             found = self.runner.end()
             wire.finish()
+            module.settle()
+            wire.last = _now(module._device) if module._device.type == "cuda" else None
             wire.made.broken = False
         finally:
             self.runner.drop()
@@ -366,14 +383,28 @@ class Line:
                 )
             )
 
+    def _ends(self) -> tuple[list[tuple[str, float, float]], float]:
+        """When the actions of the last run began and ended, and the time now. A GPU tells how long
+        before now: the host only knows when it has asked for the work."""
+        now = _now(self.module._device)
+        if isinstance(now, float):
+            return [(str(a), begin, end) for a, begin, end in self.spans], now
+        now.synchronize()
+        at = time.perf_counter()
+
+        def seconds(event: Any) -> float:
+            return at - event.elapsed_time(now) / 1000
+
+        return [(str(a), seconds(begin), seconds(end)) for a, begin, end in self.spans], at
+
     def timeline(self) -> Timeline:
         """When the ranks along pp ran what in the last run; all of them call it, and wait. Times
         are seconds from the first begin; clocks of several hosts are set by a barrier."""
-        ends = [(str(a), *_seconds(begin, end, self.spans[0][1])) for a, begin, end in self.spans]
         wire = self.module.wire
         told: list[Any] = [None] * len(wire.ranks)
         dist.barrier(wire.group)
-        mine = socket.gethostname(), time.perf_counter(), ends
+        ends, now = self._ends()
+        mine = socket.gethostname(), now, ends
         dist.all_gather_object(told, mine, group=wire.group)
         several = len({host for host, *_ in told}) > 1
         told = [
@@ -401,21 +432,9 @@ def _shape(x: Any) -> Any:
 
 
 def _now(device: torch.device) -> Any:
-    """The time; on a GPU beside it an event that will know when the work so far is done."""
+    """The time; on a GPU an event that will know when the work so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
-    return time.perf_counter(), event
-
-
-def _seconds(begin: Any, end: Any, first: Any) -> tuple[float, float]:
-    """When an action began and ended: on a GPU by the device's time since the first one did."""
-    if isinstance(begin, float):
-        return begin, end
-    end[1].synchronize()
-    origin, event = first
-    return (
-        origin + event.elapsed_time(begin[1]) / 1000,
-        origin + event.elapsed_time(end[1]) / 1000,
-    )
+    return event
