@@ -123,13 +123,14 @@ def autoshard(
         },
     )
 
-    def compile_() -> Program:
+    def compile_(cut: str | None = None) -> Program:
+        source.recut(cut)
         _refuse_what_is_no_model(model)
         _refuse_what_is_no_type(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _refuse_what_is_no_choice(zero, zero_axes, offload, reshard_after_forward)
         return source.program(model.training)
 
-    program = compile_() if rank is None else checks.everywhere(compile_)
+    program = compile_() if rank is None else checks.everywhere(compile_, stages)
     say("emitting")
     return ShardedModule(program, rank or 0, rank is not None, source)
 
@@ -154,6 +155,13 @@ class Source:
     caller: Any = None
     parameters: dict[str, Any] = field(default_factory=dict)
     light: bool = False
+    cut: str | None = None
+
+    def recut(self, cut: str | None) -> None:
+        """Compile with these stages of a pipeline, in text; None: as options say."""
+        if cut is not None and any(p.stages != cut for p, _ in self.compiled.values()):
+            self.cut = cut
+            self.compiled.clear()
 
     @property
     def signature(self) -> inspect.Signature:
@@ -187,6 +195,7 @@ class Source:
             _refuse_constants(program, model, {n: p() for n, p in self.parameters.items()})
             other = self.compiled.get(not training)
             like = other[0] if other else None
+            program.stages = self.cut
             self.compiled[training] = run(program, self._chain(), like), output
             if self.light:
                 _let_go(self.compiled[training][0])

@@ -8,7 +8,8 @@ import linecache
 import math
 import sys
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -202,11 +203,37 @@ def capture(
     tensors, constants, targets = _sort_inputs(model, given, loss_fn)
     tensors = {k: _real(v, model) for k, v in tensors.items()}
     wrapper = _Wrapper(model, constants, loss_fn, targets, param_dtype)
-    exported, dynamic = _export(wrapper, tensors, tables)
+    with _noting_functions() as functions:
+        exported, dynamic = _export(wrapper, tensors, tables)
     assert wrapper.returned.output is not None  # export ran forward
     program = _program(exported, model, tensors, tables, mesh, dynamic, raise_precision)
     program.constants = constants
+    if functions:
+        text = (
+            f"gradients through {', '.join(sorted(functions))} are those of the ops in forward: "
+            "the graph does not have the backward of a torch.autograd.Function"
+        )
+        program.notes.append(text)
+        warnings.warn(f"{text}. See with verify() whether they agree", stacklevel=4)
     return program, wrapper.returned.output
+
+
+@contextlib.contextmanager
+def _noting_functions() -> Iterator[set[str]]:
+    """Meanwhile every torch.autograd.Function of the model's own that is applied leaves its name:
+    export sees the ops of its forward alone."""
+    found, kept = set[str](), torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            found.add(cls.__qualname__)
+        return kept.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = kept
 
 
 def data_ranks(mesh: MeshSpec) -> int:

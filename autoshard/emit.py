@@ -21,7 +21,7 @@ from autoshard.meta import Initialiser, on_device, unfilled
 from autoshard.objective import loss_graph, no_loss
 from autoshard.outline import code_of, code_of_stage, outlined
 from autoshard.outputs import Output
-from autoshard.pipeline import Stage, plan_of
+from autoshard.pipeline import Stage, plan_of, refuse_what_is_not_joined
 from autoshard.program import Parameter, Program
 from autoshard.runtime import (
     along,
@@ -367,7 +367,7 @@ class ShardedModule(nn.Module):
 
     def _compiled(self, training: bool) -> Program:
         if self.live:
-            return checks.everywhere(lambda: self._source.program(training))
+            return checks.everywhere(lambda _: self._source.program(training), None)
         return self._source.program(training)
 
     @property
@@ -537,10 +537,16 @@ class ShardedModule(nn.Module):
         if self.running.pipeline is not None:
             return self._forward_in_stages(args, kwargs)
         arguments = self._behind_held(self._checked_inputs(args, kwargs))
-        with self._gathering(own_loss=False):
+        with self._sending(), self._gathering(own_loss=False):
             results = self.graph_module(*arguments)
         self._update_buffers(results, self.running.buffer_updates)
         return self.structured(results)
+
+    def _sending(self) -> Any:
+        """The context of what other ranks wait for."""
+        if self._made_groups is None or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        return self._made_groups.step()
 
     def _gathering(self, own_loss: bool) -> Any:
         """The context in which a graph runs that gathers weights; none where there are none."""
@@ -552,6 +558,8 @@ class ShardedModule(nn.Module):
         if not self.live and self.program.mesh.mesh.world_size > 1:
             self._inputs(args, kwargs)
             raise self._alone()
+        if self.live and not torch.compiler.is_compiling():
+            self._refuse_other_world()
         if not self.live or mode in self._checked or torch.compiler.is_compiling():
             return self._inputs(args, kwargs)
         # the first batch: all ranks tell each other what they think of theirs
@@ -566,6 +574,21 @@ class ShardedModule(nn.Module):
             self._counts[mode] = checks.micro_batches(self.running, inputs)
         self._checked.add(mode)
         return inputs
+
+    def _refuse_other_world(self) -> None:
+        import torch.distributed as dist
+
+        assert self._made_groups is not None
+        if dist.group.WORLD is not self._made_groups.world:
+            raise MeshError(
+                message(
+                    "ShardedModule",
+                    "the default process group",
+                    "it was destroyed" if dist.group.WORLD is None else "it is another one now",
+                    "the module sends over groups of the one in which it was made",
+                    "call autoshard again, behind init_process_group and with a mesh of it",
+                )
+            )
 
     def _alone(self) -> MeshError:
         import torch.distributed as dist
@@ -612,11 +635,12 @@ class ShardedModule(nn.Module):
             return self._step_in_stages(args, kwargs)
         arguments = self._behind_held(self._checked_inputs(args, kwargs))
         assert loss_module is not None
-        with self._gathering(own_loss=True):
-            results = loss_module(*arguments)
-        updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
-        self._update_buffers(results, updates)
-        results[0].backward()
+        with self._sending():
+            with self._gathering(own_loss=True):
+                results = loss_module(*arguments)
+            updates = {k: i + 1 for i, k in enumerate(self.running.buffer_updates)}
+            self._update_buffers(results, updates)
+            results[0].backward()
         return results[0].detach()
 
     def _step_in_stages(self, args: Any, kwargs: Any) -> torch.Tensor:
@@ -632,7 +656,9 @@ class ShardedModule(nn.Module):
                 self.ties.sum()
             loss, *updates = line.plan.results
             self._update_named(found, updates)
-            return along.loss(self, found.get(loss))
+            told = along.loss(self, found.get(loss))
+            self.wire.made.broken = False
+            return told
 
     def _forward_in_stages(self, args: Any, kwargs: Any) -> Any:
         program = self.running
@@ -642,6 +668,8 @@ class ShardedModule(nn.Module):
             inputs = self._checked_inputs(args, kwargs)
             line = self._running.runs[False]
             count = self._counts[program.training]
+            if count > 1:
+                refuse_what_is_not_joined(program)
             found = line.run(inputs, count, self._syncing)
             results = list(line.plan.results)
             self._update_named(found, [results[i] for i in program.buffer_updates.values()])
@@ -649,6 +677,7 @@ class ShardedModule(nn.Module):
             last = program.pipeline.outputs == "last"
             give = along.on_last if last else along.everywhere
             outputs = give(self, line.plan, shown, found)
+            self.wire.made.broken = False
         if outputs is None:
             return None
         return self.structured([outputs[name] for name in shown])

@@ -12,6 +12,7 @@ that reads them, however many stages lie between.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autoshard.axes import Axis, dimension_of, leaves
+from autoshard.axes import Axis, dimension_of, leaves, root
 from autoshard.errors import ShardingError, message
 from autoshard.layout import piece_bounds
 from autoshard.mesh import MICROBATCHES
@@ -508,11 +509,56 @@ def _dimension_of_rows(program: Program, node: fx.Node) -> int | None:
 
 def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
     """One of the program's results of all micro-batches, of those of each: their rows behind each
-    other, where it has rows."""
+    other, where it has rows. Raises ShardingError where they cannot be told apart."""
     results = next(n for n in program.graph.nodes if n.op == "output").args[0]
     node = next(n for n in results if n.name == name)
     at = _dimension_of_rows(program, node)
-    return by_turn[0] if len(by_turn) == 1 or at is None else torch.cat(by_turn, at)
+    if len(by_turn) == 1 or at is None:
+        return by_turn[0]
+    outer = _outside_rows(program, node, at)
+    if outer is None:
+        raise _unjoinable(program, [node])
+    if outer == 1:
+        return torch.cat(by_turn, at)
+    return torch.cat([x.unflatten(at, (outer, -1)) for x in by_turn], at + 1).flatten(at, at + 1)
+
+
+def refuse_what_is_not_joined(program: Program) -> None:
+    """Raise ShardingError where rows of an output are in a dimension with others, so that those of
+    micro-batches cannot be put behind each other."""
+    found = []
+    for node in next(n for n in program.graph.nodes if n.op == "output").args[0]:
+        at = _dimension_of_rows(program, node)
+        if at is not None and _outside_rows(program, node, at) is None:
+            found.append(node)
+    if found:
+        raise _unjoinable(program, found)
+
+
+def _outside_rows(program: Program, node: fx.Node, at: int) -> int | None:
+    """How often the rows come in a dimension that has them as a factor: the sizes of the factors
+    before them. None where that is not known, or they are in one part of a concatenation."""
+    axis = root(program.layouts[node][MICROBATCHES])  # type: ignore[arg-type]
+    factors = leaves(program.dims[node][at])
+    if axis not in factors:
+        return None
+    sizes = [a.size for a in factors[: factors.index(axis)]]
+    known = all(isinstance(size, int) for size in sizes) and factors.count(axis) == 1
+    return math.prod(sizes) if known else None  # type: ignore[arg-type]
+
+
+def _unjoinable(program: Program, nodes: list[fx.Node]) -> ShardingError:
+    results = list(next(n for n in program.graph.nodes if n.op == "output").args[0])
+    names = [program.output_names[i] for n in nodes if (i := results.index(n)) < len(results)]
+    return ShardingError(
+        message(
+            "forward",
+            f"outputs {', '.join(names)}",
+            "rows of the batch are in one dimension with others, or come in it more than once",
+            "micro-batches are put behind each other row by row",
+            "return them with a dimension of rows, or pass microbatches=1",
+        )
+    )
 
 
 def plan_of(program: Program, for_loss: bool) -> Plan:

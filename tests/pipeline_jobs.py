@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import warnings
+from collections import namedtuple
 from typing import Any
 
 import gloo
@@ -488,6 +489,106 @@ def dropout(mesh, options: dict[str, Any]) -> dict[str, Any]:
         "loss": [first, sharded.train_step(**rows).clone()],
         "gradients": gradients,
     }
+
+
+# --- ranks that differ, and integers between stages ---
+
+
+class Chosen(nn.Module):
+    """The first stage chooses rows of a table that is in the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.table = nn.Embedding(16, 16)
+
+    def forward(self, x, target):
+        row, mask = self.layers[0](x).argmax(-1), self.layers[0](x) > 0
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        loss = F.mse_loss(x * mask + self.table(row), target)
+        return Out(loss, x.repeat(2, 1))
+
+
+Out = namedtuple("Out", "loss twice")
+
+
+class Lengths(nn.Module):
+    """Blocks of which some cost more in longer rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x, target):
+        for at, block in enumerate(self.blocks):
+            x = x + torch.tanh(block(x))
+            if at < 3:
+                x = x + (x @ x.mT).softmax(-1) @ x / 8
+        return Out(F.mse_loss(x, target), x)
+
+
+def rows_of_lengths(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {n: torch.randn(4, m, 16, generator=generator).double() for n in ("x", "target")}
+        for m in lengths
+    ]
+
+
+def chosen(mesh) -> dict[str, Any]:
+    """Integers and masks of parameters go from stage to stage; rows come twice in an output."""
+    torch.manual_seed(0)
+    model, inputs = Chosen().double(), hw.vectors(8, 16)
+    inputs = {n: x.double() for n, x in inputs.items()}
+    sharded = gloo.shard(mesh, model, inputs, microbatches=4)
+    rows = local_rows(mesh, inputs)
+    with torch.no_grad():
+        twice = sharded(**rows).twice
+    loss = sharded.train_step(**rows).clone()
+    return {"twice": twice, "loss": loss, "gradients": sharded.full_gradients()}
+
+
+def chosen_alone() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs = Chosen().double(), hw.vectors(8, 16)
+    out = model(**{n: x.double() for n, x in inputs.items()})
+    out.loss.backward()
+    parts = out.twice.detach().unflatten(0, (2, 8))
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return {"twice": parts, "loss": out.loss.detach(), "gradients": gradients}
+
+
+def unlike(mesh) -> dict[str, Any]:
+    """Ranks whose first batches have other lengths, and ranks that are given other stages."""
+    torch.manual_seed(0)
+    model, mine = Lengths().double(), mesh["dp"].get_local_rank()
+    given = rows_of_lengths([4, 96])
+    sharded = gloo.shard(mesh, model, given[mine], microbatches=2)
+    out: dict[str, Any] = {"stages": sharded.program.stages}
+    rows = rows_of_lengths([5, 5])[mine]
+    out["loss"] = sharded.train_step(**rows).clone()
+    out["gradients"] = sharded.full_gradients()
+    first = ",".join(f"blocks.{i},blocks.{i}.tail" for i in range(3))
+    texts = f"{first}|blocks.3-7", f"{first},blocks.3|blocks.4-7"
+    out["refused"] = [
+        refusal(lambda option=option: gloo.shard(mesh, model, given[0], **option[dist.get_rank()]))
+        for option in (
+            [{"stages": texts[r % 2]} for r in range(4)],
+            [{"schedule": ("1f1b", "gpipe")[r % 2]} for r in range(4)],
+            [{"outputs": ("all", "last")[r % 2]} for r in range(4)],
+        )
+    ]
+    return out
+
+
+def unlike_alone() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, rows = Lengths().double(), rows_of_lengths([5, 5])
+    loss = model(**{n: torch.cat([r[n] for r in rows]) for n in rows[0]}).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return {"loss": loss.detach(), "gradients": gradients}
 
 
 # --- groups, and what carries values ---

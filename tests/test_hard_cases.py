@@ -588,3 +588,32 @@ def test_one_element_is_made_in_the_type_of_a_batch_that_is_cut(mesh):
             return self.head(x).square().mean()
 
     proved(Masked(), mesh, {"ids": torch.randint(24, (4, 8))})
+
+
+def test_a_backward_written_by_hand_is_told_and_not_lost_in_silence():
+    """Export sees the ops of forward; the note and the warning say so, and verify compares."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Doubled.apply(self.up(x)).square().mean()
+
+    inputs, apply = {"x": torch.randn(4, 8)}, torch.autograd.Function.__dict__["apply"]
+    with pytest.warns(UserWarning, match="Doubled.*ops in forward"):
+        sharded = autoshard(Model(), {"dp": 2}, example_inputs=inputs)
+    assert any("Doubled" in note for note in sharded.program.notes)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    with pytest.warns(UserWarning, match="Doubled"):
+        assert not verify(Model(), {"dp": 2}, example_inputs=inputs, steps=1).ok

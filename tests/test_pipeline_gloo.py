@@ -92,6 +92,8 @@ data = ranks_of(
         "shapes, interleaved": (jobs.other_shapes, SHAPES["shapes, interleaved"]),
         "normed, from evaluation": (jobs.modes, *MODES["normed, from evaluation"]),
         "sizes": (jobs.sizes_of_their_own,),
+        "chosen": (jobs.chosen,),
+        "unlike": (jobs.unlike,),
         "several modules": (jobs.several_modules,),
         "own parts": (jobs.own_parts, "", options(zero=3)),
         "float32": (jobs.precision, options(zero=1)),
@@ -203,6 +205,25 @@ def test_modules_take_turns_on_one_mesh_and_share_its_process_groups(data):
 
 def test_gradients_come_back_in_the_size_of_their_own_micro_batch(data):
     assert each(data, "sizes") == [[(3,), (5,)]] * 4
+
+
+def test_integers_go_between_stages_and_rows_that_come_twice_keep_their_order(data):
+    want = jobs.chosen_alone()
+    for rank, got in enumerate(each(data, "chosen")):
+        part = want["twice"].chunk(2, 1)[rank % 2].flatten(0, 1)
+        assert difference(got["twice"], part) == ""
+        assert difference(got["loss"], want["loss"]) == ""
+        assert differences(got["gradients"], want["gradients"]) == {}
+
+
+def test_ranks_with_batches_of_other_lengths_cut_alike_and_other_options_are_refused(data):
+    want, ranks = jobs.unlike_alone(), each(data, "unlike")
+    assert len({got["stages"] for got in ranks}) == 1
+    for got in ranks:
+        assert difference(got["loss"], want["loss"]) == ""
+        assert differences(got["gradients"], want["gradients"]) == {}
+        assert len(got["refused"]) == 3
+        assert all("another one than rank 0" in text for text in got["refused"])
 
 
 def test_ranks_that_have_made_other_groups_are_told(data):

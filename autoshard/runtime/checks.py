@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import warnings
 import zlib
@@ -150,8 +151,10 @@ def _generator_state(device: torch.device) -> float:
     return float((state * torch.arange(1, state.numel() + 1)).sum())
 
 
-def everywhere(compile_: Callable[[], Program]) -> Program:
-    """``compile_()`` on a live mesh, once all ranks have compiled one graph from one set of values.
+def everywhere(compile_: Callable[[str | None], Program], stages: Any) -> Program:
+    """``compile_(None)`` on a live mesh, once all ranks have compiled one graph from one set of
+    values. ``stages``: the stages of a pipeline that were asked for; where none were, and ranks cut
+    in other places, as their example inputs have other lengths, they ``compile_`` with rank 0's.
 
     Ranks tell each other before the first process group is made, so that none waits for one that
     failed. Raises a rank's own error on that rank, and on every other a MeshError that quotes it;
@@ -159,19 +162,27 @@ def everywhere(compile_: Callable[[], Program]) -> Program:
     """
     import torch.distributed as dist
 
-    try:
-        program, error = compile_(), None
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        program, error = None, caught
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return program  # type: ignore[return-value]
-    sums = _value_sums(program) if program else {}
-    mine = (_text(error), _fingerprint(program) if program else 0, _crc(sums))
-    everyone = _exchange(mine)
-    _raise_errors("autoshard", [text for text, _, _ in everyone], error)
-    assert program is not None  # or this rank's error was raised
+        return compile_(None)
+
+    def compiled(cut: str | None) -> tuple[Program, list[Any]]:
+        try:
+            program, error = compile_(cut), None
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
+            program, error = None, caught
+        meet("autoshard")
+        own = [_text(error), 0, 0, None]
+        if program:
+            own[1:] = _fingerprint(program), _crc(_value_sums(program)), program.stages
+        everyone = _exchange([*own, stages is not None])
+        _raise_errors("autoshard", [text for text, *_ in everyone], error)
+        assert program is not None  # or this rank's error was raised
+        return program, everyone
+
+    program, everyone = compiled(None)
+    cuts, asked = [told[3] for told in everyone], any(told[4] for told in everyone)
+    if not asked and None not in cuts and len({*cuts}) > 1:
+        program, everyone = compiled(cuts[0])
     others = [r for r, told in enumerate(everyone) if told[1] != everyone[0][1]]
     if others:
         raise MeshError(
@@ -185,6 +196,7 @@ def everywhere(compile_: Callable[[], Program]) -> Program:
         )
     others = [r for r, told in enumerate(everyone) if told[2] != everyone[0][2]]
     if others:
+        sums = _value_sums(program)
         theirs = _exchange(sums)
         names = [n for n in sums if any(theirs[r][n] != theirs[0][n] for r in others)]
         raise MeshError(
@@ -198,6 +210,39 @@ def everywhere(compile_: Callable[[], Program]) -> Program:
             )
         )
     return program
+
+
+def meet(who: str) -> None:
+    """Wait until every rank is here, twice as long as the default group does: a rank that gave up
+    waiting for another one comes so much later. Raises MeshError that names those that do not."""
+    import torch.distributed as dist
+
+    from autoshard.runtime.process_groups import timeout_of
+
+    store, number = dist.distributed_c10d._get_default_store(), next(_meetings)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store.set(MEET.format(number, rank), "")
+    if store.add(MEET.format(number, "count"), 1) == world:
+        store.set(MEET.format(number, "all"), "")
+    try:
+        store.wait([MEET.format(number, "all")], 2 * timeout_of())
+    except (RuntimeError, dist.DistError) as error:
+        away = [r for r in range(world) if not store.check([MEET.format(number, r)])]
+        raise MeshError(
+            message(
+                who,
+                f"ranks {_some(away)}",
+                "they have not come here",
+                "every rank compiles, and waits for the others; these have failed, or do something "
+                "else",
+                "see the output of these ranks, and make the same calls on all",
+            )
+        ) from error
+
+
+#: A key of the store, of one meeting of all ranks; and how many there have been.
+MEET = "autoshard/meeting/{}/{}"
+_meetings = itertools.count()
 
 
 def _exchange(mine: Any) -> list[Any]:
@@ -272,12 +317,14 @@ def _fingerprint(program: Program) -> int:
     """A number that tells compiled graphs apart."""
     held = [
         (p.name, own.names, tuple(own.value.shape), own.value.dtype, own.value.is_meta)
-        + (describe_layout(p.layout),)
+        + (describe_layout(p.layout), p.holders)
         for p in program.values.values()
         for own in p.own
     ]
     ops = [(n.name, op_name(n.target), n.args) for n in program.graph.nodes]
-    text = str((program.mesh, program.training, held, [str(op) for op in ops]))
+    line = program.pipeline
+    about = line and (line.schedule, line.place, line.microbatches, line.outputs, program.stages)
+    text = str((program.mesh, program.training, about, held, [str(op) for op in ops]))
     return _crc(re.sub(r", index=\d+", "", text))  # every rank has a device of its own
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from autoshard.mesh import MeshSpec
 from autoshard.program import Program
 
 
-def timeout_of(device: torch.device) -> Any:
+def timeout_of(device: torch.device | None = None) -> Any:
     """How long the default process group waits for a rank; a new group would wait half an hour."""
     world: Any = dist.group.WORLD
-    return world._get_backend(device).options._timeout
+    return world._get_backend(device or world._device_types[0]).options._timeout
 
 
 class Groups:
@@ -25,17 +26,28 @@ class Groups:
     At one place every rank makes the group it is in, and no rank waits for groups that it is not
     in: names of groups count those before, and NCCL may split the communicator of the world, in
     which all its ranks take part. A group waits as long for a rank as the default one does.
-    ``broken``: a step in stages ended half way,
-    and what a rank posted in it would be taken for what another one sends next.
+    ``broken``: a step ended half way, and
+    what a rank posted in it would be taken for what another one sends next. ``world``: the default
+    group that they were made in.
     """
 
     def __init__(self, device: torch.device, number: int):
         self.device, self.number, self.broken = device, number, False
+        self.world: Any = dist.group.WORLD
         self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Meanwhile this rank sends what others wait for; it is ``broken`` where that raises."""
+        self.broken = True
+        yield
+        self.broken = False
+
     def of(self, ranks: tuple[int, ...], purpose: str = "") -> Any:
-        """The group of some ranks, one for each purpose."""
+        """The group of some ranks, one for each purpose. Raises MeshError where ranks have made
+        other groups before: torch names one by how many there are."""
         if (purpose, ranks) not in self._made:
+            _refuse_other_numbers()
             self._made[purpose, ranks] = dist.new_group(
                 list(ranks), timeout=timeout_of(self.device), use_local_synchronization=True
             )
@@ -44,11 +56,7 @@ class Groups:
     def along(
         self, program: Program, rank: int, wanted: Iterable[tuple[str, ...]], purpose: str = ""
     ) -> dict[tuple[str, ...], Any]:
-        """The rank's group for every set of mesh axes that is wanted. Raises MeshError where ranks
-        have made other groups before: torch names one by how many there are."""
-        ranks = [(purpose, tuple(program.mesh.peers(rank, axes))) for axes in wanted]
-        if any(key not in self._made for key in ranks):
-            _refuse_other_numbers()
+        """The rank's group for every set of mesh axes that is wanted."""
         return {axes: self.of(tuple(program.mesh.peers(rank, axes)), purpose) for axes in wanted}
 
 

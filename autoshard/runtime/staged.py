@@ -134,8 +134,11 @@ class Wire:
         else:
             if not back:
                 wanted = self.back[source, target]
-                self.headers[key] = [_described(x, w) for x, w in zip(given, wanted, strict=True)]
-                self.asked[key] = [x.requires_grad for x, w in zip(given, wanted, strict=True) if w]
+                header = [_described(x, w) for x, w in zip(given, wanted, strict=True)]
+                self.headers[key] = header
+                self.asked[key] = [
+                    x.requires_grad for x, (*_, w) in zip(given, header, strict=True) if w
+                ]
             self.outbox[key] = [x.detach() for x in given if isinstance(x, torch.Tensor)]
 
     def take(self, source: int, target: int, turn: int, back: bool) -> list[Each]:
@@ -215,9 +218,10 @@ class Wire:
 
 
 def _described(x: Any, back: bool) -> Any:
-    """``back``: whether a gradient of it comes back: also while what it is made of is frozen, as
-    the other end is told once."""
+    """``back``: whether a gradient comes back of what can have one: also while what it is made of
+    is frozen, as the other end is told once."""
     if isinstance(x, torch.Tensor):
+        back = back and (x.is_floating_point() or x.is_complex())
         return "tensor", tuple(x.shape), x.dtype, back
     return "object", x, None, False
 
@@ -319,7 +323,7 @@ class Line:
         splits, order = self.order(count)
         self.spans = []
         failures.take_back()
-        wire.made.broken = True
+        wire.made.broken = True  # until the caller has what it wants of the others
         try:
             held = [module.held_tensors()]
             self.runner.begin(held, [[part] for part in parts], seed, grad)
@@ -334,7 +338,6 @@ class Line:
             wire.finish()
             module.settle()
             wire.last = _now(module._device) if module._device.type == "cuda" else None
-            wire.made.broken = False
         finally:
             self.runner.drop()
             wire.clear()
