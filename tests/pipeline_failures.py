@@ -29,7 +29,7 @@ def patience(seconds: int):
     from autoshard.runtime import process_groups
 
     kept = process_groups.timeout_of
-    process_groups.timeout_of = lambda device: timedelta(seconds=seconds)
+    process_groups.timeout_of = lambda device=None: timedelta(seconds=seconds)
     try:
         yield
     finally:
@@ -43,7 +43,8 @@ def built(mesh, **options: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     inputs = hw.tokens(8)
     rows = local_rows(mesh, inputs)
     with patience(LIMIT):
-        sharded = autoshard(hw.GPT(layers=4), mesh, rows, microbatches=2, **options)
+        options = {"microbatches": 2, **options}
+        sharded = autoshard(hw.GPT(layers=4), mesh, rows, **options)
     return sharded, torch.optim.AdamW(sharded.parameters()), rows
 
 
@@ -68,6 +69,28 @@ def raises(mesh, what: str, options: dict[str, Any]) -> tuple[str, str, float]:
     if dist.get_rank() % 2:
         rows = {**rows, what: rows[what].index_fill(1, torch.tensor([3]), 999)}
     return outcome(lambda: sharded.train_step(**rows))
+
+
+def again(mesh, axes: str) -> dict[str, Any]:
+    """One rank fails half way. It makes a new module at once, the others when they have waited: its
+    loss; what the old one and another that was there before say then; and a loss on another mesh.
+    """
+    from pipeline_jobs import mesh_of
+
+    here, other = mesh_of(axes), mesh_of("dp=2,tp=2")
+    options = {} if "pp" in axes else {"microbatches": None}
+    sharded, _, rows = built(here, **options)
+    beside, _, _ = built(here, **options)
+    for module in (sharded, beside):
+        module.train_step(**rows)
+    if dist.get_rank() == 3:
+        rows = {**rows, "targets": rows["targets"].index_fill(1, torch.tensor([3]), 999)}
+    failed = outcome(lambda: sharded.train_step(**rows))[0]
+    new, _, rows = built(here, **options)
+    out = {"failed": failed, "new": new.train_step(**rows).clone()}
+    out["old"] = outcome(lambda: beside.train_step(**rows)) if "pp" in axes else None
+    elsewhere, _, rows = built(other, microbatches=None)
+    return out | {"other": elsewhere.train_step(**rows).clone()}
 
 
 #: By name: the lengths of two batches that all ranks are given, and of a third: that of the ranks

@@ -25,7 +25,10 @@ def cases(raised, lengths):
 
 
 line = ranks_of(
-    {"pp": 2, "dp": 2}, cases(["targets"], QUICK) | {"tries again": (jobs.tries_again,)}
+    {"pp": 2, "dp": 2},
+    cases(["targets"], QUICK)
+    | {"tries again": (jobs.tries_again,)}
+    | {f"again on {axes}": (jobs.again, axes) for axes in ("pp=2,dp=2", "dp=4")},
 )
 others = ranks_of({"pp": 2, "dp": 2}, cases(["ids"], [n for n in LENGTHS if n not in QUICK]))
 tensor = ranks_of({"pp": 2, "tp": 2}, {"shape": (jobs.other_shape, "new to both", {"zero": 0})})
@@ -94,6 +97,20 @@ def test_a_rank_that_tries_again_is_no_cause_of_what_comes(line):
         assert kind == "CaptureError" and "forward takes no more" in text
         assert [kind for kind, _ in more] == ["CaptureError"] * (rank == 2)
         assert alike and words == []
+
+
+@pytest.mark.parametrize("axes", ["pp=2,dp=2", "dp=4"])
+def test_modules_made_behind_a_failure_work_and_older_ones_say_so(line, axes):
+    torch.manual_seed(0)
+    model = jobs.hw.GPT(layers=4)
+    want = model(**jobs.hw.tokens(8)).loss.detach()
+    for rank, got in enumerate(each(line, f"again on {axes}")):
+        assert got["failed"] == ("IndexError" if rank == 3 else got["failed"]) != ""
+        assert torch.allclose(got["new"], want, rtol=1e-5)
+        assert torch.allclose(got["other"], want, rtol=1e-5)
+        if "pp" in axes:
+            kind, text, _ = got["old"]
+            assert kind == "MeshError" and "an earlier step ended" in text
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
