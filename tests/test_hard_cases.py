@@ -617,3 +617,25 @@ def test_a_backward_written_by_hand_is_told_and_not_lost_in_silence():
     assert torch.autograd.Function.__dict__["apply"] is apply
     with pytest.warns(UserWarning, match="Doubled"):
         assert not verify(Model(), {"dp": 2}, example_inputs=inputs, steps=1).ok
+
+
+def test_tensors_beside_other_things_are_outputs_too():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            a = self.up(x)
+            nested = {"q": a * 2, "n": 3, "r": (a * 3, None, [a * 4, "text"])}
+            return {"a": a, "k": 7, "list": [a + 1, None], "nested": nested, "none": [None, 2]}
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8)
+    got, a = autoshard(model, {"dp": 1}, example_inputs={"x": x})(x=x), model.up(x)
+    assert [*got] == ["a", "list", "nested"] and [*got["nested"]] == ["q", "r"]
+    (plus, none), (three, hole, four) = got["list"], got["nested"]["r"]
+    assert none is hole is None and four[1] is None and type(four) is list
+    pairs = [(plus, a + 1), (got["nested"]["q"], a * 2), (three, a * 3), (four[0], a * 4)]
+    assert all(torch.allclose(b, c) for b, c in pairs)
+    proved(Model(), {"dp": 2}, {"x": x})
