@@ -130,7 +130,8 @@ def autoshard(
         _refuse_what_is_no_choice(zero, zero_axes, offload, reshard_after_forward)
         return source.program(model.training)
 
-    program = compile_() if rank is None else checks.everywhere(compile_, stages)
+    asked = any(getattr(step, "stages", None) for step in passes or ()) or stages is not None
+    program = compile_() if rank is None else checks.everywhere(compile_, asked)
     say("emitting")
     return ShardedModule(program, rank or 0, rank is not None, source)
 
@@ -158,9 +159,9 @@ class Source:
     cut: str | None = None
 
     def recut(self, cut: str | None) -> None:
-        """Compile with these stages of a pipeline, in text; None: as options say."""
-        if cut is not None and any(p.stages != cut for p, _ in self.compiled.values()):
-            self.cut = cut
+        """Compile with these stages of a pipeline, in text, from here on; None: as before."""
+        self.cut = cut or self.cut
+        if any(p.stages != cut for p, _ in self.compiled.values() if cut):
             self.compiled.clear()
 
     @property

@@ -214,7 +214,8 @@ def capture(
             "the graph does not have the backward of a torch.autograd.Function"
         )
         program.notes.append(text)
-        warnings.warn(f"{text}. See with verify() whether they agree", stacklevel=4)
+        if model.training:
+            warnings.warn(f"{text}. See with verify() whether they agree", stacklevel=2)
     return program, wrapper.returned.output
 
 

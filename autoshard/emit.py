@@ -39,7 +39,7 @@ from autoshard.runtime.attention import gathered_attention, ring_attention
 from autoshard.runtime.buckets import Reducer
 from autoshard.runtime.dispatch import to_experts, to_tokens
 from autoshard.runtime.loads import ExpertLoad, Load, loads_of, share_of
-from autoshard.runtime.process_groups import groups_of
+from autoshard.runtime.process_groups import even_out, groups_of
 from autoshard.runtime.shared_rows import own_rows, share_rows
 from autoshard.runtime.staged import Line, Wire, along_pipeline
 from autoshard.runtime.ties import Ties
@@ -277,6 +277,7 @@ class ShardedModule(nn.Module):
         if self.live:
             assert self._made_groups is not None
             about = program, self.rank_index
+            even_out()
             groups = self._made_groups.along(*about, needed_groups(*about))
             sums = sorted(sections.gradient_groups(*about))
             self._store.sums.update(self._made_groups.along(*about, sums, "gradients"))
@@ -367,7 +368,7 @@ class ShardedModule(nn.Module):
 
     def _compiled(self, training: bool) -> Program:
         if self.live:
-            return checks.everywhere(lambda _: self._source.program(training), None)
+            return checks.everywhere(lambda _: self._source.program(training), True)
         return self._source.program(training)
 
     @property
@@ -656,9 +657,9 @@ class ShardedModule(nn.Module):
                 self.ties.sum()
             loss, *updates = line.plan.results
             self._update_named(found, updates)
-            told = along.loss(self, found.get(loss))
+            whole = along.loss(self, found.get(loss))
             self.wire.made.broken = False
-            return told
+            return whole
 
     def _forward_in_stages(self, args: Any, kwargs: Any) -> Any:
         program = self.running

@@ -509,9 +509,8 @@ def _dimension_of_rows(program: Program, node: fx.Node) -> int | None:
 
 def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
     """One of the program's results of all micro-batches, of those of each: their rows behind each
-    other, where it has rows. Raises ShardingError where they cannot be told apart."""
-    results = next(n for n in program.graph.nodes if n.op == "output").args[0]
-    node = next(n for n in results if n.name == name)
+    other, where it has rows. Raises ShardingError as `refuse_what_is_not_joined` does."""
+    node = next(n for n in _results(program) if n.name == name)
     at = _dimension_of_rows(program, node)
     if len(by_turn) == 1 or at is None:
         return by_turn[0]
@@ -523,11 +522,15 @@ def joined(program: Program, name: str, by_turn: list[Any]) -> Any:
     return torch.cat([x.unflatten(at, (outer, -1)) for x in by_turn], at + 1).flatten(at, at + 1)
 
 
+def _results(program: Program) -> list[fx.Node]:
+    return list(next(iter(reversed(program.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+
 def refuse_what_is_not_joined(program: Program) -> None:
     """Raise ShardingError where rows of an output are in a dimension with others, so that those of
     micro-batches cannot be put behind each other."""
     found = []
-    for node in next(n for n in program.graph.nodes if n.op == "output").args[0]:
+    for node in _results(program)[: len(program.output_names)]:
         at = _dimension_of_rows(program, node)
         if at is not None and _outside_rows(program, node, at) is None:
             found.append(node)
@@ -536,8 +539,8 @@ def refuse_what_is_not_joined(program: Program) -> None:
 
 
 def _outside_rows(program: Program, node: fx.Node, at: int) -> int | None:
-    """How often the rows come in a dimension that has them as a factor: the sizes of the factors
-    before them. None where that is not known, or they are in one part of a concatenation."""
+    """The product of the sizes before the rows, in a dimension that has them as a factor. None
+    where that is not known, or they are in one part of a concatenation."""
     axis = root(program.layouts[node][MICROBATCHES])  # type: ignore[arg-type]
     factors = leaves(program.dims[node][at])
     if axis not in factors:
@@ -548,8 +551,8 @@ def _outside_rows(program: Program, node: fx.Node, at: int) -> int | None:
 
 
 def _unjoinable(program: Program, nodes: list[fx.Node]) -> ShardingError:
-    results = list(next(n for n in program.graph.nodes if n.op == "output").args[0])
-    names = [program.output_names[i] for n in nodes if (i := results.index(n)) < len(results)]
+    results = _results(program)
+    names = [program.output_names[results.index(n)] for n in nodes]
     return ShardingError(
         message(
             "forward",

@@ -226,12 +226,10 @@ def test_ranks_with_batches_of_other_lengths_cut_alike_and_other_options_are_ref
         assert all("another one than rank 0" in text for text in got["refused"])
 
 
-def test_ranks_that_have_made_other_groups_are_told(data):
+def test_ranks_may_have_made_other_groups_before(data):
     model, inputs = jobs.made("tied")
     want = model(**inputs).loss.detach()
-    for told, loss in each(data, "numbers"):
-        assert "ranks [1, 2, 3] are in fewer" in told and "fix:" in told
-        assert difference(loss, want) == ""
+    assert [difference(loss, want) for loss in each(data, "numbers")] == [""] * 4
 
 
 @pytest.mark.parametrize("ranks, job", both(["reduced"], ["bfloat16"]))

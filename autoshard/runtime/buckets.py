@@ -1,8 +1,9 @@
 """Gradients summed in buckets while the backward runs.
 
 Buckets are filled in reverse order of use; a full one is all-reduced at once, asynchronously, and
-all are finished before ``backward()`` returns. Their order is fixed when the module is made, and
-every backward launches all of them: ranks run the same collectives whatever gradients each has.
+all are finished before ``backward()`` returns (on a mesh with pp before the step does: gradients
+for other stages set out first). Their order is fixed when the module is made, and every backward
+launches all of them: ranks run the same collectives whatever gradients each has.
 A gradient moves into its bucket as soon as it is there and ``.grad`` becomes a view of the bucket:
 nothing is copied back, and memory holds every gradient once.
 
@@ -233,7 +234,8 @@ class Reducer:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for what is under way: gradients are then the sums."""
-        for buckets, flags in self._under_way:
+        under_way, self._under_way = self._under_way, []
+        for buckets, flags in under_way:
             self._add_missing(flags)
             for bucket in buckets:
                 bucket.work.wait()
@@ -241,7 +243,6 @@ class Reducer:
                 bucket.flat = bucket.work = None
             keys = {key for bucket in buckets for key, *_ in bucket.pieces}
             self._summed |= {key for key in keys if self.module.tensor(key).grad is not None}
-        self._under_way.clear()
 
     def _flags(self) -> list[Any]:
         """Set out which parameters of the stage have a gradient on any rank: a parameter that may

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import re
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -103,11 +104,16 @@ def _types(program: Program, given: dict[str, Any]) -> list[str]:
             wrong.append(f"{name} is on the meta device")
         elif got != expected and not integers:
             wrong.append(f"{name} is {got}, captured as {expected}")
-        elif mesh is not None and given[name].device.type != mesh.device_type and given[name].ndim:
+        elif mesh is not None and _is_elsewhere(given[name], node.meta["val"], mesh.device_type):
             wrong.append(
                 f"{name} is on {given[name].device}, and the mesh is of {mesh.device_type}"
             )
     return wrong
+
+
+def _is_elsewhere(got: torch.Tensor, captured: torch.Tensor, kind: str) -> bool:
+    """Whether an input that was on the mesh's kind of device is on another one."""
+    return captured.device.type == kind != got.device.type and got.ndim > 0
 
 
 def _sizes(program: Program, given: dict[str, Any]) -> list[str]:
@@ -151,10 +157,11 @@ def _generator_state(device: torch.device) -> float:
     return float((state * torch.arange(1, state.numel() + 1)).sum())
 
 
-def everywhere(compile_: Callable[[str | None], Program], stages: Any) -> Program:
+def everywhere(compile_: Callable[[str | None], Program], asked: bool) -> Program:
     """``compile_(None)`` on a live mesh, once all ranks have compiled one graph from one set of
-    values. ``stages``: the stages of a pipeline that were asked for; where none were, and ranks cut
-    in other places, as their example inputs have other lengths, they ``compile_`` with rank 0's.
+    values. ``asked``: whether the stages of a pipeline were given; where they were not, and ranks
+    cut in other places, as their example inputs have other lengths, they ``compile_`` with those
+    of rank 0.
 
     Ranks tell each other before the first process group is made, so that none waits for one that
     failed. Raises a rank's own error on that rank, and on every other a MeshError that quotes it;
@@ -166,22 +173,21 @@ def everywhere(compile_: Callable[[str | None], Program], stages: Any) -> Progra
         return compile_(None)
 
     def compiled(cut: str | None) -> tuple[Program, list[Any]]:
+        program, error, own = None, None, list[Any]([0, 0, None])
         try:
-            program, error = compile_(cut), None
+            program = compile_(cut)
+            own = [_fingerprint(program), _crc(_value_sums(program)), program.stages]
         except Exception as caught:  # whatever it is, the other ranks must hear of it
-            program, error = None, caught
+            error = caught
         meet("autoshard")
-        own = [_text(error), 0, 0, None]
-        if program:
-            own[1:] = _fingerprint(program), _crc(_value_sums(program)), program.stages
-        everyone = _exchange([*own, stages is not None])
+        everyone = _exchange([_text(error), *own, asked])
         _raise_errors("autoshard", [text for text, *_ in everyone], error)
         assert program is not None  # or this rank's error was raised
         return program, everyone
 
     program, everyone = compiled(None)
-    cuts, asked = [told[3] for told in everyone], any(told[4] for told in everyone)
-    if not asked and None not in cuts and len({*cuts}) > 1:
+    cuts = [told[3] for told in everyone]
+    if not any(told[4] for told in everyone) and None not in cuts and len({*cuts}) > 1:
         program, everyone = compiled(cuts[0])
     others = [r for r, told in enumerate(everyone) if told[1] != everyone[0][1]]
     if others:
@@ -219,15 +225,26 @@ def meet(who: str) -> None:
 
     from autoshard.runtime.process_groups import timeout_of
 
-    store, number = dist.distributed_c10d._get_default_store(), next(_meetings)
+    global _meetings
+    if _meetings[0] is not dist.group.WORLD:
+        _meetings = dist.group.WORLD, itertools.count()
+    store, number = dist.distributed_c10d._get_default_store(), next(_meetings[1])
     rank, world = dist.get_rank(), dist.get_world_size()
+    every, over = MEET.format(number, "all"), MEET.format(number, "over")
     store.set(MEET.format(number, rank), "")
     if store.add(MEET.format(number, "count"), 1) == world:
-        store.set(MEET.format(number, "all"), "")
+        store.set(every, "")
+    away, error = list[int](), None
     try:
-        store.wait([MEET.format(number, "all")], 2 * timeout_of())
-    except (RuntimeError, dist.DistError) as error:
-        away = [r for r in range(world) if not store.check([MEET.format(number, r)])]
+        store.wait([every], 2 * timeout_of())
+    except RuntimeError as caught:
+        error = caught
+        with contextlib.suppress(RuntimeError):
+            store.set(over, str(rank))
+            away = [r for r in range(world) if not store.check([MEET.format(number, r)])]
+    if error is None and store.check([over]):  # the others have given up: meet next time
+        away = [int(store.get(over))]
+    if error is not None or away:
         raise MeshError(
             message(
                 who,
@@ -242,7 +259,7 @@ def meet(who: str) -> None:
 
 #: A key of the store, of one meeting of all ranks; and how many there have been.
 MEET = "autoshard/meeting/{}/{}"
-_meetings = itertools.count()
+_meetings: tuple[Any, Iterator[int]] = (None, itertools.count())
 
 
 def _exchange(mine: Any) -> list[Any]:
@@ -402,7 +419,8 @@ def micro_batches(program: Program, inputs: dict[str, torch.Tensor]) -> int:
     if asked is not None and asked > fewest and dist.get_rank() == 0:
         text = f"a rank has {fewest} rows, which make {fewest} micro-batches, not the {asked} asked"
         warnings.warn(f"{text} for: pass more rows, or fewer microbatches", stacklevel=2)
-    return min(count for count, _ in told)
+    count = min(count for count, _ in told)
+    return count if asked is None else min(count, max(fewest, 1))
 
 
 def first_batch(module: Any, inputs: list[torch.Tensor], error: Exception | None = None) -> None:

@@ -92,13 +92,14 @@ def telling(method: Callable[..., Any]) -> Callable[..., Any]:
 def watch(wire: Any) -> None:
     """From now on an error that ends this process's script is left for the others too. On a GPU the
     process is ended where a transfer of ``wire`` waits for a rank that has failed."""
-    global _watching
+    global _watching, _listening
+    _forget_other_world()
     _wires.add(wire)
+    if wire.device.type == "cuda" and not _listening:
+        _listening, about = True, (_store().clone(), dist.get_rank(), _any_stands)
+        threading.Thread(target=_listen, args=(*about, _end), daemon=True).start()
     if _watching:
         return
-    if wire.device.type == "cuda":
-        about = _store().clone(), dist.get_rank(), lambda: any(w.stands() for w in _wires)
-        threading.Thread(target=_listen, args=(*about, _end), daemon=True).start()
     _watching, before = True, sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
@@ -110,23 +111,44 @@ def watch(wire: Any) -> None:
 
 
 _watching = False
+#: Of the world that is joined: the wires, whether a thread listens, and which one it is.
 _wires: weakref.WeakSet[Any] = weakref.WeakSet()
+_listening = False
+_world: Any = None
+
+
+def _forget_other_world() -> None:
+    global _world, _listening
+    if dist.group.WORLD is not _world:
+        _world, _listening = dist.group.WORLD, False
+        _left.clear()
+        _wires.clear()
+
+
+def _any_stands() -> bool:
+    try:
+        return any(wire.stands() for wire in list(_wires))
+    except RuntimeError:  # a module was made meanwhile, or the device does not say
+        return False
 
 
 def _listen(store: Any, rank: int, stands: Callable[[], bool], end: Callable[[str], Any]) -> None:
     """Look for the word of a rank that has failed, once a second; where it still holds after some,
     and this rank's work stands still, call ``end`` with the cause. Ends where the store does."""
     since: dict[int, float] = {}
-    with contextlib.suppress(dist.DistError, RuntimeError):
-        while True:
-            failed = {n: w for n, w in _standing(store) if w.cause == 2 and w.rank != rank}
-            now = time.monotonic()
-            since = {n: since.get(n, now) for n in failed}
-            for n, word in failed.items():
-                if now - since[n] >= GRACE and stands():
-                    end(f"rank {word.rank} failed, and this rank {rank} waits for it: {word.text}")
-                    return
-            time.sleep(LISTEN)
+    while True:
+        try:
+            words = _standing(store)
+        except RuntimeError:
+            return
+        failed = {n: w for n, w in words if w.cause == 2 and w.rank != rank}
+        now = time.monotonic()
+        since = {n: since.get(n, now) for n in failed}
+        for n, word in failed.items():
+            if now - since[n] >= GRACE and stands():
+                end(f"rank {word.rank} failed, and this rank {rank} waits for it: {word.text}")
+                return
+        time.sleep(LISTEN)
 
 
 def _end(cause: str) -> None:
@@ -307,6 +329,7 @@ def _leave(module: Any, cause: int, text: str) -> None:
 
 def take_back() -> None:
     """What this rank said is over: it has gone on."""
+    _forget_other_world()
     for number in _left:
         with contextlib.suppress(Exception):
             _store().set(WORD.format(number), "")

@@ -38,16 +38,15 @@ class Groups:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Meanwhile this rank sends what others wait for; it is ``broken`` where that raises."""
-        self.broken = True
+        """Meanwhile this rank sends what others wait for; it is ``broken`` where that raises, and
+        stays so: what came behind may have been taken for what was left."""
+        before, self.broken = self.broken, True
         yield
-        self.broken = False
+        self.broken = before
 
     def of(self, ranks: tuple[int, ...], purpose: str = "") -> Any:
-        """The group of some ranks, one for each purpose. Raises MeshError where ranks have made
-        other groups before: torch names one by how many there are."""
+        """The group of some ranks, one for each purpose."""
         if (purpose, ranks) not in self._made:
-            _refuse_other_numbers()
             self._made[purpose, ranks] = dist.new_group(
                 list(ranks), timeout=timeout_of(self.device), use_local_synchronization=True
             )
@@ -60,23 +59,28 @@ class Groups:
         return {axes: self.of(tuple(program.mesh.peers(rank, axes)), purpose) for axes in wanted}
 
 
-def _refuse_other_numbers() -> None:
-    own = len(dist.distributed_c10d._world.pg_names)
-    counts = [0] * dist.get_world_size()
+def even_out() -> None:
+    """Let all ranks of the world be in as many groups, before they make some together: torch names
+    a group by how many its ranks are in. Ranks that are in fewer make groups of their own. Raises
+    MeshError under NCCL with ``device_id``, where all ranks have to take part in each."""
+    world: Any = dist.group.WORLD
+    own, counts = len(dist.distributed_c10d._world.pg_names), [0] * dist.get_world_size()
     dist.all_gather_object(counts, own)
-    if len({*counts}) > 1:
-        fewer = [r for r, count in enumerate(counts) if count != max(counts)]
+    fewer = [r for r, count in enumerate(counts) if count != max(counts)]
+    if fewer and world.bound_device_id is not None:
         raise MeshError(
             message(
                 "process groups",
                 f"ranks {fewer[:8]} are in fewer than others",
                 f"{min(counts)} groups there, {max(counts)} elsewhere",
-                "torch names a new group by how many its ranks are in, and they would wait for "
-                "each other under different names",
+                "NCCL makes a group of ranks with all others taking part, and torch names it by "
+                "how many there are",
                 "make groups of your own so that every rank is in as many (with ranks that are "
                 "not in one, one of that rank alone), or after autoshard and the first eval",
             )
         )
+    for _ in range(max(counts) - own):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 _world: Any = None

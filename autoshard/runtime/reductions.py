@@ -48,7 +48,7 @@ class Reductions:
         self.reached = True
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self.settle()
+            self.settle()  # of a pipeline's last backward
             self._reset()  # an earlier backward that raised may have left things half done
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)

@@ -62,6 +62,7 @@ class Wire:
         self.lanes = [made.of(ranks, f"stages, lane {lane}") for lane in range(4)]
         self.group, self.ranks = self.lanes[0], ranks  # the group of what all of them do together
         self._met: set[tuple[int, int]] = set()  # pairs of positions that are connected
+        self.running = False
         self.last: Any = None  # on a GPU, the event behind the last step
         self.headers: dict[Any, list[Any]] = {}
         self.signatures: list[Any] = []  # of every micro-batch, what the shapes depend on
@@ -97,9 +98,8 @@ class Wire:
                     dist.recv(number, self.ranks[source], self.lane(source, target))
 
     def stands(self) -> bool:
-        """Whether something of a step is not done: it was broken off, or a GPU still has it to
-        do. Called by another thread."""
-        return self.made.broken or (self.last is not None and not self.last.query())
+        """Whether a step runs, or a GPU still has some of it to do. Called by another thread."""
+        return self.running or (self.last is not None and not self.last.query())
 
     def lane(self, source: int, target: int) -> Any:
         """The group over which one position along pp sends to another."""
@@ -319,11 +319,12 @@ class Line:
         seed = rng.number() if self.random else None
         grad = self.for_loss
         self.engine.syncing = syncing
-        module.set_syncing(False)
         splits, order = self.order(count)
+        module.set_syncing(False)
         self.spans = []
         failures.take_back()
         wire.made.broken = True  # until the caller has what it wants of the others
+        wire.running = True
         try:
             held = [module.held_tensors()]
             self.runner.begin(held, [[part] for part in parts], seed, grad)
@@ -339,6 +340,7 @@ class Line:
             module.settle()
             wire.last = _now(module._device) if module._device.type == "cuda" else None
         finally:
+            wire.running = False
             self.runner.drop()
             wire.clear()
             module.set_syncing(syncing)
