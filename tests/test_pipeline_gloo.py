@@ -293,16 +293,23 @@ def test_masks_do_not_depend_on_the_order_of_micro_batches(tensor):
 
 # --- two stages, two expert ranks ---
 
-EXPERTS = ("mixtral interleaved 3", "biased 1f1b 0")
-MORE_EXPERTS = ("mixtral 1f1b 1", "looped gpipe 1")
+EXPERTS = ("mixtral interleaved 3",)
+MORE_EXPERTS = ("mixtral 1f1b 1", "looped gpipe 1", "biased 1f1b 0")
 
+LOADS = {
+    "loads": (jobs.loads, "looped", "pp=2,ep=2", options(microbatches=2)),
+    "recomputed": (jobs.loads, "looped", "pp=2,ep=2", options(recompute="block")),
+    "of four": (jobs.loads, "looped", "dp=2,ep=2", {}),
+}
+
+more_experts = ranks_of(
+    {"pp": 2, "ep": 2}, runs(MORE_EXPERTS) | only(LOADS, "recomputed", "of four")
+)
 experts = ranks_of(
     {"pp": 2, "ep": 2},
     runs(EXPERTS)
+    | only(LOADS, "loads", "of four")
     | {
-        "loads": (jobs.loads, "looped", "pp=2,ep=2", options(microbatches=2)),
-        "recomputed": (jobs.loads, "looped", "pp=2,ep=2", options(recompute="block")),
-        "of four": (jobs.loads, "looped", "dp=2,ep=2", {}),
         "in one stage": (jobs.loads, "one mixture", "pp=2,ep=2", options()),
     },
 )
@@ -313,17 +320,31 @@ def test_two_stages_and_two_expert_ranks_train_like_one_device(experts, job):
     assert_trained_alike(experts, job)
 
 
-@pytest.mark.parametrize("job", ["loads", "recomputed"])
-def test_loads_are_those_of_all_micro_batches(experts, job):
-    want = each(experts, "of four")[0]
-    for got in each(experts, job):
+@pytest.mark.slow
+@pytest.mark.parametrize("job", MORE_EXPERTS)
+def test_stages_and_expert_ranks_train_like_one_device(more_experts, job):
+    assert_trained_alike(more_experts, job)
+
+
+def test_loads_are_those_of_all_micro_batches(experts):
+    assert_loads_of_all(experts, "loads")
+
+
+@pytest.mark.slow
+def test_loads_are_those_of_all_micro_batches_recomputed(more_experts):
+    assert_loads_of_all(more_experts, "recomputed")
+
+
+def assert_loads_of_all(results, job):
+    want = each(results, "of four")[0]
+    for got in each(results, job):
         assert got[0] == []
         for mine, theirs in zip(got[1:4], want[1:4], strict=True):
             assert [load.tokens for load in mine] == [load.tokens for load in theirs]
             assert [sum(load.rows) for load in mine] == [sum(load.rows) for load in theirs]
             assert [load.ranks for load in mine] == [(0, 1), (2, 3)]  # its stage's
             assert all(min(load.rows) > 0 and len(load.rows) == 2 for load in mine)
-        assert got[4] == each(experts, job)[0][4] and "most/mean" in got[4]
+        assert got[4] == each(results, job)[0][4] and "most/mean" in got[4]
 
 
 def test_ranks_of_a_stage_without_experts_hear_of_loads(experts):
