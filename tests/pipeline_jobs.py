@@ -102,6 +102,25 @@ class Normed(nn.Module):
         return hw.Output(F.mse_loss(x, target), x)
 
 
+Out = namedtuple("Out", "loss rows")
+
+
+class Chosen(nn.Module):
+    """The first stage chooses rows of a table that is in the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.table = nn.Embedding(16, 16)
+
+    def forward(self, x, target):
+        row, mask = self.layers[0](x).argmax(-1), self.layers[0](x) > 0
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        loss = F.mse_loss(x * mask + self.table(row), target)
+        return Out(loss, x.repeat(2, 1))
+
+
 class Dropping(nn.Module):
     """Gives the masks of its layers, times the numbers 1."""
 
@@ -127,6 +146,7 @@ MODELS: dict[str, Any] = {
     "frozen ties": (frozen_ties, lambda: hw.tokens(8)),
     "penalised": (Penalised, lambda: hw.vectors(8, 16)),
     "detached": (Detached, lambda: hw.vectors(8, 16)),
+    "chosen": (Chosen, lambda: hw.vectors(8, 16)),
     "normed": (Normed, lambda: hw.vectors(8, 16)),
     "looped": (lambda: Mixtures(Looped(), Looped()), lambda: mixture_tokens()),
     "one mixture": (lambda: Mixtures(Looped()), lambda: mixture_tokens()),
@@ -494,25 +514,6 @@ def dropout(mesh, options: dict[str, Any]) -> dict[str, Any]:
 # --- ranks that differ, and integers between stages ---
 
 
-class Chosen(nn.Module):
-    """The first stage chooses rows of a table that is in the last one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.table = nn.Embedding(16, 16)
-
-    def forward(self, x, target):
-        row, mask = self.layers[0](x).argmax(-1), self.layers[0](x) > 0
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        loss = F.mse_loss(x * mask + self.table(row), target)
-        return Out(loss, x.repeat(2, 1))
-
-
-Out = namedtuple("Out", "loss twice")
-
-
 class Lengths(nn.Module):
     """Blocks of which some cost more in longer rows."""
 
@@ -538,25 +539,21 @@ def rows_of_lengths(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
 
 def chosen(mesh) -> dict[str, Any]:
     """Integers and masks of parameters go from stage to stage; rows come twice in an output."""
-    torch.manual_seed(0)
-    model, inputs = Chosen().double(), hw.vectors(8, 16)
-    inputs = {n: x.double() for n, x in inputs.items()}
+    model, inputs = made("chosen")
     sharded = gloo.shard(mesh, model, inputs, microbatches=4)
     rows = local_rows(mesh, inputs)
     with torch.no_grad():
-        twice = sharded(**rows).twice
+        twice = sharded(**rows).rows
     loss = sharded.train_step(**rows).clone()
     return {"twice": twice, "loss": loss, "gradients": sharded.full_gradients()}
 
 
 def chosen_alone() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model, inputs = Chosen().double(), hw.vectors(8, 16)
-    out = model(**{n: x.double() for n, x in inputs.items()})
+    model, inputs = made("chosen")
+    out = model(**inputs)
     out.loss.backward()
-    parts = out.twice.detach().unflatten(0, (2, 8))
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    return {"twice": parts, "loss": out.loss.detach(), "gradients": gradients}
+    parts = out.rows.detach().unflatten(0, (2, 8))
+    return {"twice": parts, "loss": out.loss.detach(), "gradients": gradients_of(model)}
 
 
 def unlike(mesh) -> dict[str, Any]:
@@ -587,8 +584,7 @@ def unlike_alone() -> dict[str, Any]:
     model, rows = Lengths().double(), rows_of_lengths([5, 5])
     loss = model(**{n: torch.cat([r[n] for r in rows]) for n in rows[0]}).loss
     loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    return {"loss": loss.detach(), "gradients": gradients}
+    return {"loss": loss.detach(), "gradients": gradients_of(model)}
 
 
 # --- groups, and what carries values ---

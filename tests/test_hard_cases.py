@@ -16,6 +16,14 @@ def proved(model, mesh, inputs, **options):
     assert report.ok, str(report)
 
 
+class Embedded(torch.nn.Module):
+    """A table at the start and a head at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
+
+
 def conversions(sharded) -> list[str]:
     kinds = (collectives.CONVERSIONS.get(n.target) for n in sharded.graph_module.graph.nodes)
     return [kind for kind in kinds if kind]
@@ -554,11 +562,7 @@ def test_slices_of_what_turns_out_to_repeat_later(threshold, times, mesh, monkey
 def test_moments_over_features_of_which_a_part_is_cut(kind, mesh):
     """The split makes the features a concatenation; a part that is not cut counts once only."""
 
-    class Halved(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
-
+    class Halved(Embedded):
         def forward(self, ids):
             x = self.embed(ids)
             if kind in ("layer_norm", "rms_norm"):
@@ -574,11 +578,7 @@ def test_moments_over_features_of_which_a_part_is_cut(kind, mesh):
 def test_one_element_is_made_in_the_type_of_a_batch_that_is_cut(mesh):
     """The corner of the batch is cut out for its type alone, which takes no row of any rank."""
 
-    class Masked(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
-
+    class Masked(Embedded):
         def forward(self, ids):
             x = self.embed(ids)
             corner = x[:1, :1, :1]

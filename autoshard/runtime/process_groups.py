@@ -23,12 +23,12 @@ def timeout_of(device: torch.device | None = None) -> Any:
 class Groups:
     """The process groups that were made on one mesh, for all modules on it.
 
-    At one place every rank makes the group it is in, and no rank waits for groups that it is not
-    in: names of groups count those before, and NCCL may split the communicator of the world, in
+    Every rank makes the group it is in at the same time as all others make theirs, and waits for no
+    other: names of groups count those before, and NCCL may split the communicator of the world, in
     which all its ranks take part. A group waits as long for a rank as the default one does.
-    ``broken``: a step ended half way, and
-    what a rank posted in it would be taken for what another one sends next. ``world``: the default
-    group that they were made in.
+
+    ``broken``: a step runs, or ended half way, and what a rank posted in it would be taken for what
+    another one sends next. ``world``: the default group that they were made in.
     """
 
     def __init__(self, device: torch.device, number: int):
